@@ -1,0 +1,34 @@
+# Everything sets itself up: a virtual environment in .venv, the pinned packages, this project in editable mode.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_FLAGS ?= --disable-pip-version-check -q
+
+.PHONY: quickstart test lint format clean
+
+# One stamp per set of extras, so that a change of pins reinstalls and nothing else does.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
+	touch $@
+
+# Trains all-MiniLM-L6-v2 on SciFact with a bank of negatives and scores it on BEIR's test queries, before and after.
+# COMPARE=1 trains plain gradient accumulation with the same budget as well.
+quickstart: $(VENV)/.installed-demo
+	$(BIN)/python scripts/quickstart.py $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
+
+test: $(VENV)/.installed-dev,demo
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev,demo
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev,demo
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs .pytest_cache .mypy_cache .ruff_cache

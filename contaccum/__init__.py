@@ -1,0 +1,50 @@
+"""contaccum: dense-retriever training with dual memory banks over gradient accumulation.
+
+Names are imported on first use, so that `import contaccum` stays fast and pulls in neither faiss nor beir.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from contaccum.version import __version__
+
+if TYPE_CHECKING:
+    from contaccum.encoders import DualEncoder
+    from contaccum.info_nce import BankedInfoNCE
+    from contaccum.losses import ContAccumLoss
+    from contaccum.memory_bank import MemoryBank
+    from contaccum.training.arguments import ContAccumTrainingArguments
+    from contaccum.training.trainer import ContAccumTrainer
+
+_HOMES = {
+    "MemoryBank": "contaccum.memory_bank",
+    "BankedInfoNCE": "contaccum.info_nce",
+    "ContAccumLoss": "contaccum.losses",
+    "DualEncoder": "contaccum.encoders",
+    "ContAccumTrainer": "contaccum.training.trainer",
+    "ContAccumTrainingArguments": "contaccum.training.arguments",
+}
+
+__all__ = [
+    "BankedInfoNCE",
+    "ContAccumLoss",
+    "ContAccumTrainer",
+    "ContAccumTrainingArguments",
+    "DualEncoder",
+    "MemoryBank",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
