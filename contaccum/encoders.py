@@ -1,0 +1,219 @@
+"""DualEncoder: a query tower and a passage tower as one SentenceTransformer, tied or untied.
+
+What it saves, `SentenceTransformer(path)` loads. Loading, pooling, prompts and routing are sentence-transformers';
+this module only puts the pieces together and adds the names that retrieval code expects.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
+from torch import nn
+from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from typing_extensions import Self
+
+from contaccum.errors import ConfigError, UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DualEncoder(SentenceTransformer):
+    """A SentenceTransformer for retrieval: ``encode_query`` / ``encode_document``, and one tower for each.
+
+    Make one from a bare backbone with :meth:`from_backbone`, or load a saved model (any SentenceTransformer) with
+    ``DualEncoder(path)`` or :meth:`from_pretrained`. Untied towers are the routes "query" and "document" of a Router.
+
+    Example::
+
+        model = DualEncoder.from_backbone("bert-base-uncased", tied=False, pooling="cls", normalize=False)
+        queries = model.encode_queries(["what keeps the sky up?"])                    # (1, d)
+        passages = model.encode_corpus([{"title": "Sky", "text": "Nothing does."}])  # (1, d)
+    """
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name: str | os.PathLike[str] | PretrainedConfig,
+        tied: bool = True,
+        pooling: Literal["cls", "mean", "lasttoken"] = "cls",
+        normalize: bool = False,
+        query_prompt: str | None = None,
+        passage_prompt: str | None = None,
+        query_max_length: int = 32,
+        passage_max_length: int = 256,
+        similarity: Literal["dot", "cos"] | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        device: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Put pooling on a transformers encoder.
+
+        Args:
+            name: a hub name, a local folder, or a ``PretrainedConfig`` for an encoder with fresh weights.
+            tied: one tower for queries and passages; False gives each its own copy of the weights.
+            pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"`` (decoder backbones).
+            normalize: end with unit length, so that inner product is cosine.
+            query_prompt, passage_prompt: put before each query or passage, in training and in encoding.
+            query_max_length, passage_max_length: tokens kept, special tokens included.
+            similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
+            dtype: of the weights.
+            tokenizer: name, folder or object; needed with a config, otherwise that of ``name``.
+            trust_remote_code: run code that comes with the model. Off unless you have read it.
+
+        Raises:
+            ConfigError: for arguments out of range or a config without a tokenizer.
+            UserError: when the backbone cannot be loaded.
+        """
+        if pooling not in ("cls", "mean", "lasttoken"):
+            raise ConfigError(f"pooling must be cls, mean or lasttoken, got {pooling!r}")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if similarity not in (None, "dot", "cos"):
+            raise ConfigError(f"similarity must be dot or cos, got {similarity!r}")
+        for key, length in (("query_max_length", query_max_length), ("passage_max_length", passage_max_length)):
+            if not isinstance(length, int) or length < 3:
+                raise ConfigError(
+                    f"{key} must be a whole number of at least 3 (two are special tokens), got {length!r}"
+                )
+        transformer = _load_transformer(name, tokenizer, DTYPES[dtype], trust_remote_code)
+        limit = getattr(transformer.config, "max_position_embeddings", None) or max(
+            query_max_length, passage_max_length
+        )
+        if max(query_max_length, passage_max_length) > limit:
+            raise ConfigError(
+                f"query_max_length={query_max_length} or passage_max_length={passage_max_length} is more than the "
+                f"{limit} positions of this backbone: lower it."
+            )
+        # One module serves both kinds in a tied model: lengths go by task, and encode() without one gets the longer.
+        transformer.max_seq_length = max(query_max_length, passage_max_length)
+        transformer.query_length, transformer.document_length = query_max_length, passage_max_length
+        tower: list[nn.Module] = [
+            transformer,
+            Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling),
+        ]
+        if normalize:
+            tower.append(Normalize())
+        modules: list[nn.Module] = tower
+        if not tied:
+            modules = [Router.for_query_document(tower, copy.deepcopy(tower))]  # type: ignore[arg-type]  # list invariance
+        prompts = {"query": query_prompt or "", "document": passage_prompt or ""}
+        similarity = similarity or ("cos" if normalize else "dot")
+        return cls(
+            modules=modules,
+            prompts=prompts,
+            similarity_fn_name="cosine" if similarity == "cos" else "dot",
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], **kwargs: Any) -> Self:
+        """Load a saved model; keyword arguments are those of SentenceTransformer.
+
+        Raises:
+            UserError: when there is no such folder or model, or it cannot be read.
+        """
+        path = os.fspath(path)
+        if (os.path.isabs(path) or path.startswith(".") or path.count("/") > 1) and not os.path.isdir(path):
+            raise UserError(f"{path}: no such model folder")
+        try:
+            return cls(path, **kwargs)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not a model that can be loaded ({_first_line(error)})") from error
+
+    @property
+    def tied(self) -> bool:
+        """Whether queries and passages share every weight."""
+        return self.query_encoder is self.passage_encoder
+
+    @property
+    def query_encoder(self) -> nn.Module:
+        """The tower of queries: features -> features with ``sentence_embedding`` (n, d). The model itself when tied."""
+        return self._tower("query")
+
+    @property
+    def passage_encoder(self) -> nn.Module:
+        """The tower of passages; see :attr:`query_encoder`."""
+        return self._tower("document")
+
+    def _tower(self, task: str) -> nn.Module:
+        return tower(self, task)
+
+    def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
+        """Embed queries, as BEIR calls it: (len(queries), d). Keyword arguments are those of ``encode_query``."""
+        return self.encode_query(list(queries), batch_size=batch_size, **kwargs)
+
+    def encode_corpus(
+        self, corpus: Sequence[dict[str, str]] | dict[str, list[str]], batch_size: int = 32, **kwargs: Any
+    ) -> Any:
+        """Embed passages, as BEIR calls it: (len(corpus), d).
+
+        Args:
+            corpus: dicts with "text" and optionally "title", or one dict of two lists. A passage is its title, a
+                space, and its text.
+        """
+        if isinstance(corpus, dict):
+            titles = corpus.get("title") or [""] * len(corpus["text"])
+            corpus = [{"title": t, "text": x} for t, x in zip(titles, corpus["text"], strict=True)]
+        texts = [f"{doc.get('title') or ''} {doc.get('text') or ''}".strip() for doc in corpus]
+        return self.encode_document(texts, batch_size=batch_size, **kwargs)
+
+
+def tower(model: SentenceTransformer, task: Literal["query", "document"] | str) -> nn.Module:
+    """The part of a SentenceTransformer that encodes ``task``: the route of a leading Router, else the whole model."""
+    first = model[0]
+    if not isinstance(first, Router):
+        return model
+    route = first.sub_modules[first._resolve_route(task=task, modality="text")]
+    rest = list(model.children())[1:]
+    return nn.Sequential(*route, *rest) if rest else route
+
+
+def is_tied(model: SentenceTransformer) -> bool:
+    """Whether the two towers share their weights."""
+    queries = {id(p) for p in tower(model, "query").parameters()}
+    return queries == {id(p) for p in tower(model, "document").parameters()}
+
+
+def _load_transformer(
+    name: str | os.PathLike[str] | PretrainedConfig,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+) -> Transformer:
+    remote = {"trust_remote_code": trust_remote_code}
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer), **remote)
+    if isinstance(name, PretrainedConfig):
+        if tokenizer is None:
+            raise ConfigError("a config alone has no vocabulary: pass tokenizer= with a name, a folder or a tokenizer")
+        # sentence-transformers builds its module from files, so a fresh encoder goes through a folder.
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModel.from_config(name, **remote).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            return Transformer(folder, model_kwargs={"dtype": dtype})
+    path = os.fspath(name)
+    try:
+        transformer = Transformer(
+            path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: not a backbone that can be loaded ({_first_line(error)}). Pass a local folder, or a hub name "
+            "while online."
+        ) from error
+    if tokenizer is not None:
+        transformer.processor = tokenizer
+    return transformer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,225 @@
+"""ContAccumLoss: BankedInfoNCE as a sentence-transformers loss, (model, features) -> loss.
+
+It encodes the columns of a data set and names duplicates by their tokens; the loss itself is in ``info_nce``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import cos_sim, dot_score
+from torch import Tensor, nn
+
+from contaccum.errors import ConfigError
+from contaccum.info_nce import BankedInfoNCE
+
+
+class ContAccumLoss(nn.Module):
+    """InfoNCE whose negatives come from the batch and from banks of past queries and passages.
+
+    A drop-in for :class:`~sentence_transformers.losses.MultipleNegativesRankingLoss` when the batch is small: with
+    ``gradient_accumulation_steps`` each micro-batch sees thousands of negatives instead of its own few.
+
+    Args:
+        model: a SentenceTransformer, tied or with a Router.
+        bank_size: rows of the passage bank; 0 is MultipleNegativesRankingLoss.
+        scale: 1 / temperature.
+        similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
+        gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank.
+        query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation, bank_dtype: as in
+            :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
+
+    Requirements:
+        1. (anchor, positive) pairs, (anchor, positive, negative) triplets, or
+           (anchor, positive, negative_1, ..., negative_n) n-tuples
+
+    Inputs:
+        +-------------------------------------------------+--------+
+        | Inputs                                          | Labels |
+        +=================================================+========+
+        | (anchor, positive) pairs                        | none   |
+        +-------------------------------------------------+--------+
+        | (anchor, positive, negative) triplets           | none   |
+        +-------------------------------------------------+--------+
+        | (anchor, positive, negative_1, ..., negative_n) | none   |
+        +-------------------------------------------------+--------+
+
+    Recommendations:
+        - Set ``gradient_accumulation_steps`` so that ``bank_size`` is a few updates' worth of pairs: older entries
+          come from an encoder that no longer exists.
+        - In evaluation (``model.eval()``) the loss is that of the batch alone, so that ``eval_loss`` compares with
+          other losses and does not move as the bank fills.
+
+    Relations:
+        - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
+        - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, at the price of a second
+          forward pass and a batch as large as the number of negatives.
+        - Works inside :class:`MatryoshkaLoss`: each dimension keeps a bank of its own. Not inside
+          ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
+
+    Example::
+
+        from contaccum import ContAccumLoss
+        from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+        from sentence_transformers import SentenceTransformerTrainingArguments
+
+        model = SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2")
+        trainer = SentenceTransformerTrainer(
+            model=model,
+            args=SentenceTransformerTrainingArguments(
+                output_dir="runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16
+            ),
+            train_dataset=train_dataset,  # columns: anchor, positive
+            loss=ContAccumLoss(model, bank_size=512),
+        )
+        trainer.train()
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        bank_size: int = 1024,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        gather_across_devices: bool = False,
+        query_bank_size: int | None = None,
+        normalize_by: Literal["local", "all"] = "local",
+        mask_duplicates: bool = True,
+        bank_hard_negatives: bool = True,
+        drift_compensation: Literal["mean", "none"] = "mean",
+        bank_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not scale > 0:
+            raise ConfigError(f"scale must be a positive number, got {scale!r}")
+        similarities: dict[Callable[..., Tensor], Literal["cos", "dot"]] = {cos_sim: "cos", dot_score: "dot"}
+        if similarity_fct not in similarities:
+            raise ConfigError(
+                f"similarity_fct={getattr(similarity_fct, '__name__', similarity_fct)} is not supported: the bank's "
+                "gradients are worked out for sentence_transformers.util.cos_sim and dot_score. Use one of them."
+            )
+        self.model = model
+        self.scale = scale
+        self.similarity_fct = similarity_fct
+        self.settings: dict[str, Any] = {
+            "bank_size": bank_size,
+            "query_bank_size": query_bank_size,
+            "temperature": 1.0 / scale,
+            "similarity": similarities[similarity_fct],
+            "normalize_by": normalize_by,
+            "mask_duplicates": mask_duplicates,
+            "bank_hard_negatives": bank_hard_negatives,
+            "drift_compensation": drift_compensation,
+            "bank_dtype": bank_dtype,
+            "gather_across_devices": gather_across_devices,
+        }
+        # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
+        self.info_nces = nn.ModuleDict({})
+        self._size: str | None = None
+        self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": 0})
+        BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
+
+    @property
+    def info_nce(self) -> BankedInfoNCE | None:
+        """The :class:`BankedInfoNCE` of the full embedding size (the first called), None before the first call."""
+        return None if self._size is None else self.info_nces[self._size]  # type: ignore[return-value]  # ModuleDict holds Modules
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """Diagnostics of the last call in training; see :class:`BankedInfoNCE`."""
+        return {} if self.info_nce is None else self.info_nce.last
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        features = list(sentence_features)
+        if len(features) < 2:
+            raise ValueError(f"ContAccumLoss needs (anchor, positive, ...) columns, got {len(features)}")
+        ids = [token_hashes(column) for column in features]
+        embeddings = [self.model(column)["sentence_embedding"] for column in features]
+        return self.compute_loss_from_embeddings(embeddings, labels, ids=ids)
+
+    def compute_loss_from_embeddings(
+        self, embeddings: list[Tensor], labels: Tensor | None = None, ids: list[Tensor | None] | None = None
+    ) -> Tensor:
+        """The loss of embedded columns: anchors (n, d), positives (n, d), any number of negatives (n, d).
+
+        Args:
+            ids: one int64 (n,) per column, or None; equal ids mean the same text.
+        """
+        ids = [None] * len(embeddings) if ids is None else ids
+        negatives = torch.stack(embeddings[2:], dim=1) if len(embeddings) > 2 else None
+        negative_ids = None
+        if negatives is not None and all(x is not None for x in ids[2:]):
+            negative_ids = torch.stack([x for x in ids[2:] if x is not None], dim=1)
+        loss_fn = self._for_size(embeddings[0].shape[-1]) if self.training else self._without_bank
+        return loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
+
+    def _for_size(self, size: int) -> BankedInfoNCE:
+        key = str(size)
+        if key not in self.info_nces:
+            self.info_nces[key] = BankedInfoNCE(**self.settings)
+        if self._size is None or int(self._size) < size:
+            self._size = key
+        return self.info_nces[key]  # type: ignore[return-value]  # ModuleDict holds Modules
+
+    def bank_state_dict(self) -> dict[str, Tensor]:
+        """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights."""
+        return dict(self.info_nces.state_dict())
+
+    def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what :meth:`bank_state_dict` gave.
+
+        Raises:
+            ConfigError: when the state was written with other settings.
+        """
+        for size in sorted({key.split(".", 1)[0] for key in state}, key=int):
+            self._for_size(int(size))
+        self.info_nces.load_state_dict(state)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}
+        config["bank_dtype"] = None if config["bank_dtype"] is None else str(config["bank_dtype"])
+        return {"scale": self.scale, "similarity_fct": self.similarity_fct.__name__, **config}
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 / self.scale
+
+    @property
+    def citation(self) -> str:
+        return """
+@inproceedings{kim2024contaccum,
+    title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
+    author={Jaehee Kim and Yukyung Lee and Pilsung Kang},
+    booktitle={Advances in Neural Information Processing Systems},
+    year={2024},
+    eprint={2406.12356},
+    archivePrefix={arXiv},
+}
+"""
+
+
+def token_hashes(features: dict[str, Any]) -> Tensor | None:
+    """A 64-bit content hash of each tokenised text, int64 (n,); equal for equal tokens whatever the padding.
+
+    Texts that truncation makes equal are equal to the encoder as well, and so they are here. None when the features
+    hold no (n, length) ``input_ids`` (images, flattened inputs): then no duplicates are masked.
+    """
+    tokens = features.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return None
+    attention = features.get("attention_mask")
+    present = torch.ones_like(tokens) if attention is None else attention.to(tokens.dtype)
+    # Positions count real tokens only, which makes the hash blind to the side and amount of padding.
+    position = present.cumsum(1)
+    mixed = _mix(tokens.long() * -7046029254386353131 + position.long() * -4417276706812531889)
+    return _mix((mixed * present.long()).sum(1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al., 2014) on int64, whose products wrap around."""
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)

@@ -1,0 +1,1 @@
+"""Training: arguments, the trainer, its callbacks, and the `contaccum train` command."""

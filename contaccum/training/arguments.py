@@ -1,0 +1,184 @@
+"""ContAccumTrainingArguments: the method and the bank, on top of sentence-transformers' training arguments.
+
+Combinations that cannot work are refused here, before a model is loaded. Nothing here touches a model or data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformerTrainingArguments
+
+from contaccum.errors import ConfigError
+from contaccum.info_nce import check_settings
+
+METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
+BANK_METHODS = ("contaccum", "pre_batch")
+DEFAULT_BANK_SIZE = 1024
+DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
+BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass
+class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
+    """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
+
+    A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for
+    every method: ``grad_cache`` turns them into one batch that is encoded a micro-batch at a time.
+
+    Raises:
+        ConfigError: for combinations that cannot work, naming both settings and the way out.
+    """
+
+    method: str = field(
+        default="contaccum",
+        metadata={
+            "help": "in_batch: one batch per update. grad_accum: micro-batches, each with its own negatives. "
+            "grad_cache: one large batch encoded twice, micro-batch by micro-batch. contaccum: micro-batches and two "
+            "banks. pre_batch: micro-batches and the passage bank alone.",
+            "choices": METHODS,
+        },
+    )
+    bank_size: int | None = field(
+        default=None,
+        metadata={"help": f"Rows of the passage bank (contaccum, pre_batch). Default {DEFAULT_BANK_SIZE}."},
+    )
+    query_bank_size: int | None = field(
+        default=None, metadata={"help": "Rows of the query bank, at most bank_size. Default: bank_size."}
+    )
+    similarity: str | None = field(
+        default=None, metadata={"help": "cos or dot. Default: the model's own.", "choices": ("cos", "dot")}
+    )
+    temperature: float | None = field(
+        default=None, metadata={"help": "Divides the scores. Default 0.05 with cos, 1.0 with dot."}
+    )
+    normalize_by: str = field(
+        default="local",
+        metadata={
+            "help": "local: row losses over the local rows, the full batch's gradient when nothing drifts. all: over "
+            "local and bank rows, as in the paper.",
+            "choices": ("local", "all"),
+        },
+    )
+    mask_duplicates: bool = field(
+        default=True,
+        metadata={"help": "Do not treat known positives of a query as its negatives (contaccum, pre_batch)."},
+    )
+    bank_hard_negatives: bool = field(default=True, metadata={"help": "Keep hard negatives in the bank."})
+    drift_compensation: str = field(
+        default="mean",
+        metadata={
+            "help": "mean: shift bank entries by how far their tower's mean moved since. none: as in the paper.",
+            "choices": ("mean", "none"),
+        },
+    )
+    bank_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Storage dtype of the bank. Default: that of the embeddings, float32 at least."},
+    )
+    gather_across_devices: bool = field(
+        default=False, metadata={"help": "Build the batch of all devices before the loss."}
+    )
+    learning_rate_scaling: str = field(
+        default="none",
+        metadata={
+            "help": "Multiply learning_rate by (pairs per update / learning_rate_base_batch_size): linear, or its "
+            "square root: sqrt.",
+            "choices": ("none", "linear", "sqrt"),
+        },
+    )
+    learning_rate_base_batch_size: int = field(
+        default=128, metadata={"help": "Pairs per update at which learning_rate holds as given."}
+    )
+    grad_cache_mini_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
+    )
+
+    def __post_init__(self) -> None:
+        self._check()
+        super().__post_init__()
+        if self.fp16 and self.device.type == "cpu":
+            raise ConfigError("fp16=true needs an accelerator; on a CPU set bf16=true, or neither")
+        if self.method in BANK_METHODS and self.n_gpu > 1:
+            raise ConfigError(
+                f"method={self.method} in one process over {self.n_gpu} GPUs would use torch's DataParallel, whose "
+                "replicas forget what they put into the bank: start one process per GPU with torchrun, or show one GPU "
+                "with CUDA_VISIBLE_DEVICES"
+            )
+        if self.method == "grad_cache" and self.grad_cache_mini_batch_size is None:
+            # One batch per update, encoded in micro-batches: what GradCache computes.
+            self.grad_cache_mini_batch_size = self.per_device_train_batch_size
+            self.per_device_train_batch_size *= self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = 1
+        if self.bank_size is None:
+            self.bank_size = DEFAULT_BANK_SIZE if self.method in BANK_METHODS else 0
+        if self.method == "pre_batch":
+            self.query_bank_size = 0
+
+    def _check(self) -> None:
+        choices: dict[str, tuple[str | None, tuple[Any, ...]]] = {
+            "method": (self.method, METHODS),
+            "similarity": (self.similarity, (None, "cos", "dot")),
+            "bank_dtype": (self.bank_dtype, (None, *BANK_DTYPES)),
+            "learning_rate_scaling": (self.learning_rate_scaling, ("none", "linear", "sqrt")),
+        }
+        for name, (value, allowed) in choices.items():
+            if value not in allowed:
+                shown = ", ".join(str(x) for x in allowed if x is not None)
+                raise ConfigError(f"{name} must be one of {shown}, got {value!r}")
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate_base_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.method == "in_batch" and self.gradient_accumulation_steps > 1:
+            raise ConfigError(
+                f"method=in_batch with gradient_accumulation_steps={self.gradient_accumulation_steps}: an in-batch "
+                "update is one batch. Set gradient_accumulation_steps=1, or method=grad_accum"
+            )
+        if self.method not in BANK_METHODS:
+            for name in ("bank_size", "query_bank_size"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"method={self.method} with {name}={getattr(self, name)}: only {' and '.join(BANK_METHODS)} "
+                        f"keep a bank. Drop {name}, or set method=contaccum"
+                    )
+        if self.method == "pre_batch" and self.query_bank_size:
+            raise ConfigError(
+                f"method=pre_batch with query_bank_size={self.query_bank_size}: pre_batch is the passage bank alone. "
+                "Drop query_bank_size, or set method=contaccum"
+            )
+        if self.method != "grad_cache" and self.grad_cache_mini_batch_size is not None:
+            raise ConfigError(
+                f"method={self.method} with grad_cache_mini_batch_size={self.grad_cache_mini_batch_size}: only "
+                "grad_cache encodes in mini-batches. Drop it, or set method=grad_cache"
+            )
+        if self.fp16 and self.bf16:
+            raise ConfigError("fp16=true with bf16=true: choose one")
+        bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
+        check_settings(
+            bank_size,
+            self.query_bank_size,
+            1.0 if self.temperature is None else self.temperature,
+            self.similarity or "cos",
+            self.normalize_by,
+            self.drift_compensation,
+        )
+
+    @property
+    def pairs_per_micro_batch(self) -> int:
+        """Pairs whose activations are in memory at once, on one device."""
+        return self.grad_cache_mini_batch_size or self.per_device_train_batch_size
+
+    @property
+    def total_train_batch_size(self) -> int:
+        """Pairs per update: N_total of the paper."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def scaled_learning_rate(self) -> float:
+        """The learning rate after ``learning_rate_scaling``."""
+        ratio = self.total_train_batch_size / self.learning_rate_base_batch_size
+        factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
+        return self.learning_rate * factor

@@ -1,0 +1,80 @@
+"""What happens around updates: the order of data by epoch, the start-up summary, the log and the run record."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+if TYPE_CHECKING:
+    from contaccum.training.trainer import ContAccumTrainer
+
+TRAIN_LOG = "train_log.jsonl"
+RUN_RECORD = "run.json"
+
+
+class EpochOrderCallback(TrainerCallback):
+    """Tells the batch samplers the epoch, through whatever wraps them.
+
+    A resumed run reaches its sampler through two wrappers, and transformers looks through one only.
+    """
+
+    def __init__(self, samplers: list[DefaultBatchSampler]) -> None:
+        self.samplers = samplers
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for sampler in self.samplers:
+            sampler.set_epoch(int(state.epoch or 0))
+
+
+class TrainLogCallback(TrainerCallback):
+    """Prints what the run will do, writes ``run.json`` once and ``train_log.jsonl`` a line per update."""
+
+    def __init__(self, trainer: ContAccumTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        from contaccum.training.run_record import run_record
+        from contaccum.training.trainer import describe_run
+
+        self.trainer.update, self.trainer._update_started = {}, 0.0
+        if not state.is_world_process_zero:
+            return
+        print(describe_run(self.trainer), flush=True)
+        os.makedirs(str(args.output_dir), exist_ok=True)
+        with open(os.path.join(str(args.output_dir), RUN_RECORD), "w", encoding="utf-8") as file:
+            json.dump(run_record(self.trainer), file, indent=2, default=str)
+        self._keep_log_until(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        record = self.trainer.take_update_record()
+        if state.is_world_process_zero:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(str(self.trainer.args.output_dir), TRAIN_LOG)
+
+    def _keep_log_until(self, update: int) -> None:
+        """Drop lines of updates that are about to be done again: those after the checkpoint, or an earlier run's."""
+        if not os.path.isfile(self._path):
+            return
+        with open(self._path, encoding="utf-8") as file:
+            lines = file.readlines()
+        kept = []
+        for line in lines:
+            try:
+                if json.loads(line)["update"] <= update:
+                    kept.append(line)
+            except (ValueError, KeyError):  # a line cut short by a kill
+                continue
+        with open(self._path, "w", encoding="utf-8") as file:
+            file.writelines(kept)

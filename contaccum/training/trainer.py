@@ -1,0 +1,332 @@
+"""ContAccumTrainer: SentenceTransformerTrainer with the method, the bank and its checkpoints.
+
+The training loop, the optimizer, mixed precision and distribution are transformers'. What is added: the loss that
+``args.method`` names, prompts and lengths by tower, gradient norms per tower, the bank in every checkpoint, an order
+of data that resumes, and a log line per update.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.base.sampler import BatchSamplers, DefaultBatchSampler
+from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+from sentence_transformers.util import cos_sim, dot_score
+from torch import Tensor, nn
+
+from contaccum.data.samplers import EpochBatchSampler
+from contaccum.errors import ConfigError, UserError
+from contaccum.grad_norms import TowerGradNorms
+from contaccum.losses import ContAccumLoss
+from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
+from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
+from contaccum.training.memory import peak_memory_mb
+
+logger = logging.getLogger(__name__)
+
+BANK_FILE = "contaccum_bank.safetensors"
+ARGUMENTS_FILE = "training_args.json"
+
+
+class ContAccumTrainer(SentenceTransformerTrainer):
+    """Train a dense retriever by ``args.method``.
+
+    Args:
+        model: a SentenceTransformer, a :class:`DualEncoder` for instance.
+        args: :class:`ContAccumTrainingArguments`.
+        train_dataset: columns in order query, positive, then any number of negatives.
+        loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
+        data_fingerprint: written into ``run.json``; None: computed from the texts.
+        Others: as in SentenceTransformerTrainer.
+
+    Prompts and routes: unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded
+    as a query and the others as documents, with the prompts and lengths that ``encode_query`` and
+    ``encode_document`` would use.
+
+    Writes into ``args.output_dir``: ``train_log.jsonl``, a line per update; ``run.json``, what the run was; and
+    checkpoints, whose ``contaccum_bank.safetensors`` holds the bank.
+
+    Raises:
+        ConfigError: for a data set or model that cannot work with the arguments.
+
+    Example::
+
+        args = ContAccumTrainingArguments(
+            output_dir="runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16, bank_size=512
+        )
+        trainer = ContAccumTrainer(model=model, args=args, train_dataset=train_dataset)
+        trainer.train()
+    """
+
+    training_args_class = ContAccumTrainingArguments
+    args: ContAccumTrainingArguments
+
+    def __init__(
+        self,
+        model: SentenceTransformer | None = None,
+        args: ContAccumTrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        loss: Any = None,
+        *,
+        data_fingerprint: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            args = ContAccumTrainingArguments(output_dir="runs/contaccum")
+        if not isinstance(args, ContAccumTrainingArguments):
+            raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
+        args = copy.copy(args)  # routes and prompts below belong to this model and data set
+        if model is not None:
+            columns = _columns(train_dataset if train_dataset is not None else eval_dataset)
+            _fill_roles(args, model, columns)
+            if loss is None:
+                loss = make_loss(model, args)
+            _check_negatives(args, loss, columns)
+            warn_about_batch_norm(model)
+        elif loss is None:
+            loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
+        self.data_fingerprint = data_fingerprint
+        self.tower_grad_norms: TowerGradNorms | None = None
+        self._batch_samplers: list[DefaultBatchSampler] = []
+        self.update: dict[str, Any] = {}
+        self._update_started = 0.0
+        super().__init__(
+            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
+        )
+        self.add_callback(EpochOrderCallback(self._batch_samplers))
+        self.add_callback(TrainLogCallback(self))
+
+    # The bank ------------------------------------------------------------------------------------------------------
+
+    def bank_losses(self) -> Iterator[ContAccumLoss]:
+        """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
+        losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
+        for loss in losses:
+            if isinstance(loss, nn.Module):
+                yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Before the rest: transformers writes trainer_state.json last, so a checkpoint that has it has its bank.
+        if self.args.should_save and not self.args.save_only_model:
+            state = {
+                f"{index}.{key}": value.contiguous()
+                for index, loss in enumerate(self.bank_losses())
+                for key, value in loss.bank_state_dict().items()
+            }
+            if state:
+                folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+                os.makedirs(folder, exist_ok=True)
+                save_file(state, os.path.join(folder, BANK_FILE))
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        losses = list(self.bank_losses())
+        if checkpoint is None or not losses:
+            return
+        path = os.path.join(checkpoint, BANK_FILE)
+        if not os.path.isfile(path):
+            raise UserError(
+                f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was this checkpoint written with "
+                "save_only_model, or another method? Start from its weights instead, without --resume_from_checkpoint"
+            )
+        state = load_file(path, device=str(self.args.device))
+        for index, loss in enumerate(losses):
+            prefix = f"{index}."
+            loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+
+    # The loop ------------------------------------------------------------------------------------------------------
+
+    def get_batch_sampler(self, dataset: Any, batch_size: int, drop_last: bool, **kwargs: Any) -> Any:
+        if self.args.batch_sampler == BatchSamplers.BATCH_SAMPLER and hasattr(dataset, "__len__"):
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler = EpochBatchSampler(dataset, batch_size, drop_last, **{**kwargs, "seed": seed})
+            self._batch_samplers.append(sampler)
+            return sampler
+        return super().get_batch_sampler(dataset, batch_size, drop_last, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        given = self.args.learning_rate
+        self.args.learning_rate = self.args.scaled_learning_rate
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            self.args.learning_rate = given
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        if self.tower_grad_norms is None:
+            self.tower_grad_norms = TowerGradNorms(self.accelerator.unwrap_model(model))
+        if not self.update:
+            self.update = {"loss": torch.zeros((), device=self.args.device), "pairs": 0}
+            self._update_started = self._update_started or time.perf_counter()
+        self.update["pairs"] += _batch_size(inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if isinstance(self.loss, ContAccumLoss):
+            # Log the loss of the local rows: that of stale rows says nothing about the encoder of today.
+            loss = self.loss.last["local_loss"].to(loss) / self.current_gradient_accumulation_steps
+        self.update["loss"] += loss
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        self._read_tower_grad_norms()
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._read_tower_grad_norms()
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _read_tower_grad_norms(self) -> None:
+        """Once per update, before clipping and before a gradient scaler takes its scale out."""
+        if self.tower_grad_norms is None or "grad_norms" in self.update:
+            return
+        scaler = getattr(self.accelerator, "scaler", None)
+        self.update["grad_norms"] = self.tower_grad_norms.read(1.0 if scaler is None else scaler.get_scale())
+        self.update["learning_rate"] = self._get_learning_rate()
+
+    def take_update_record(self) -> dict[str, Any]:
+        """What the update that just ended did, for the log; then starts the next."""
+        now = time.perf_counter()
+        seconds = now - self._update_started
+        record = {
+            "update": self.state.global_step,
+            "epoch": round(float(self.state.epoch or 0), 6),
+            "loss": float(self.update["loss"]),
+            "learning_rate": self.update.get("learning_rate"),
+            **self.update.get("grad_norms", {}),
+            "bank_fill": sum(loss.last.get("bank_fill", 0) for loss in self.bank_losses()),
+            "pairs": self.update["pairs"] * self.args.world_size,
+            "seconds": seconds,
+            "pairs_per_second": self.update["pairs"] * self.args.world_size / seconds,
+            "peak_memory_mb": peak_memory_mb(self.args.device),
+        }
+        self.update, self._update_started = {}, now
+        self._last_record = record
+        return record
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        record = getattr(self, "_last_record", None)
+        if "loss" in logs and record is not None:
+            keys = ("grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "pairs_per_second")
+            logs = {**logs, **{key: record[key] for key in keys if key in record}}
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        # As in the base class, but the arguments go into JSON: the base class pickles them.
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        self.model.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        with open(os.path.join(folder, ARGUMENTS_FILE), "w", encoding="utf-8") as file:
+            json.dump(self.args.to_dict(), file, indent=2, default=str)
+
+
+def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> nn.Module:
+    """The loss that ``args.method`` names; the baselines are sentence-transformers' own."""
+    own = "dot" if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot") else "cos"
+    similarity = args.similarity or own
+    temperature = args.temperature if args.temperature is not None else DEFAULT_TEMPERATURE[similarity]
+    common: dict[str, Any] = {
+        "scale": 1.0 / temperature,
+        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
+        "gather_across_devices": args.gather_across_devices,
+    }
+    if args.method in BANK_METHODS:
+        return ContAccumLoss(
+            model,
+            bank_size=args.bank_size or 0,
+            query_bank_size=args.query_bank_size,
+            normalize_by=args.normalize_by,  # type: ignore[arg-type]  # checked by the arguments
+            mask_duplicates=args.mask_duplicates,
+            bank_hard_negatives=args.bank_hard_negatives,
+            drift_compensation=args.drift_compensation,  # type: ignore[arg-type]  # checked by the arguments
+            bank_dtype=None if args.bank_dtype is None else BANK_DTYPES[args.bank_dtype],
+            **common,
+        )
+    if args.method == "grad_cache":
+        return CachedMultipleNegativesRankingLoss(model, mini_batch_size=args.pairs_per_micro_batch, **common)
+    return MultipleNegativesRankingLoss(model, **common)
+
+
+def describe_run(trainer: ContAccumTrainer) -> str:
+    """What is about to happen, one fact a line, for the start of a run."""
+    args, h = trainer.args, max(0, len(_columns(trainer.train_dataset)) - 2)
+    columns = args.per_device_train_batch_size * (1 + h)
+    if args.gather_across_devices:
+        columns *= args.world_size
+    bank = (args.bank_size or 0) if args.method in BANK_METHODS else 0
+    bank_columns = bank * (1 + (h if args.bank_hard_negatives else 0))
+    queries = bank if args.query_bank_size is None else args.query_bank_size
+    micro_batches = args.total_train_batch_size // args.world_size // args.pairs_per_micro_batch
+    lines = [
+        f"method                {args.method}",
+        f"pairs per micro-batch {args.pairs_per_micro_batch}",
+        f"micro-batches (K)     {micro_batches}",
+        f"devices               {args.world_size}",
+        f"pairs per update      {args.total_train_batch_size}",
+        f"bank rows             {f'{bank:,} passages, {queries:,} queries' if bank else 'none'}",
+        f"negatives per query   {columns - 1 + bank_columns:,}" + (" once the bank is full" if bank else ""),
+        f"updates               {trainer.state.max_steps:,}",
+        f"learning rate         {args.scaled_learning_rate:g}",
+    ]
+    if bank:
+        shared = args.world_size if args.gather_across_devices else 1
+        age = bank / (args.total_train_batch_size / args.world_size * shared)
+        lines.insert(6, f"oldest bank entry     {age:.1f} updates old")
+    return "\n".join(lines)
+
+
+def warn_about_batch_norm(model: nn.Module) -> None:
+    """Accumulated micro-batches are not one batch to a BatchNorm layer: say so."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if names:
+        logger.warning(
+            f"the model has BatchNorm ({names[0]}{' and others' if len(names) > 1 else ''}): it normalises with the "
+            "statistics of each micro-batch, so accumulated gradients differ from those of one large batch, and bank "
+            "entries carry the statistics of their time. Prefer LayerNorm, or put BatchNorm in eval mode."
+        )
+
+
+def _columns(dataset: Any) -> list[str]:
+    """Text columns in order; those of the first data set where there are several."""
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()), None)
+    names = list(getattr(dataset, "column_names", None) or [])
+    return [name for name in names if name not in ("label", "labels", "score", "scores", "dataset_name")]
+
+
+def _fill_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, columns: list[str]) -> None:
+    """First column: query; the others: documents; with the model's own prompts."""
+    if not columns:
+        return
+    roles = {name: "query" if position == 0 else "document" for position, name in enumerate(columns)}
+    if not args.router_mapping:
+        args.router_mapping = dict(roles)
+    if args.prompts is None:
+        prompts = {name: model.prompts.get(role) for name, role in roles.items()}
+        args.prompts = {name: prompt for name, prompt in prompts.items() if prompt} or None
+
+
+def _check_negatives(args: ContAccumTrainingArguments, loss: Any, columns: list[str]) -> None:
+    if columns and len(columns) < 2:
+        raise ConfigError(f"the training data has only the column {columns[0]!r}: it needs a query and a positive")
+    baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
+    if baseline and len(columns) == 2 and args.per_device_train_batch_size == 1 and not args.gather_across_devices:
+        raise ConfigError(
+            f"method={args.method} with per_device_train_batch_size=1 and no hard negatives: a query has no negative "
+            "and the loss is always 0. Raise the batch size, add hard negatives, or set method=contaccum"
+        )
+
+
+def _batch_size(inputs: dict[str, Any]) -> int:
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 0)
