@@ -30,6 +30,7 @@ class RunningMean(nn.Module):
 
     mean: Tensor
     weight: Tensor
+    variance: Tensor
 
     def __init__(
         self, dim: int, horizon: float = 128.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None
@@ -37,15 +38,43 @@ class RunningMean(nn.Module):
         super().__init__()
         self.horizon = horizon
         self.register_buffer("mean", torch.zeros(dim, dtype=dtype, device=device))
-        # Total weight seen so far, in [0, 1]: divides out the zeros that the average starts from.
+        # Total weight seen so far, in [0, 1]: divides out the zeros that the averages start from.
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device))
+        # Running squared distance of embeddings from the mean, summed over dimensions.
+        self.register_buffer("variance", torch.zeros((), dtype=dtype, device=device))
 
     @torch.no_grad()
     def observe(self, embeddings: Tensor) -> None:
-        """Take in a micro-batch of embeddings, (n, d)."""
-        step = -math.expm1(-embeddings.shape[0] / self.horizon)
+        """Take in a micro-batch of embeddings, (n, d).
+
+        A micro-batch whose mean lies further off than sampling explains is a jump of the encoder, and the running
+        mean goes there at once: entries stored while it still lags would be shifted too far later on.
+        """
+        n = embeddings.shape[0]
+        embeddings = embeddings.to(self.mean)
+        fresh = embeddings.mean(0)
+        seen = self.weight > 0
+        distance = (fresh - self.mean).square().sum()
+        # What |fresh - mean|^2 is on average when nothing moved: the variances of the two means.
+        noise = self.variance * (1 / n + 1 / (2 * self.horizon))
+        jump = torch.where(seen, (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0), torch.zeros_like(distance))
+        step = -math.expm1(-n / self.horizon)
         self.weight += step * (1 - self.weight)
-        self.mean += (step / self.weight) * (embeddings.mean(0).to(self.mean) - self.mean)
+        gain = step / self.weight
+        spread = (embeddings - torch.where(jump > 0, fresh, self.mean)).square().sum(1).mean()
+        spread = torch.where(seen, spread, (embeddings - fresh).square().sum(1).mean())
+        self.variance += gain * (spread - self.variance)
+        self.mean += torch.maximum(gain, jump) * (fresh - self.mean)
+
+    def snapshot(self) -> list[Tensor]:
+        """Copies of the state, for :meth:`restore`."""
+        return [buffer.clone() for buffer in self.buffers()]
+
+    @torch.no_grad()
+    def restore(self, state: list[Tensor]) -> None:
+        """Go back to a :meth:`snapshot`."""
+        for buffer, value in zip(self.buffers(), state, strict=True):
+            buffer.copy_(value)
 
 
 class Compensated:

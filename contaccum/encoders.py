@@ -46,8 +46,8 @@ class DualEncoder(SentenceTransformer):
         normalize: bool = False,
         query_prompt: str | None = None,
         passage_prompt: str | None = None,
-        query_max_length: int = 32,
-        passage_max_length: int = 256,
+        query_max_length: int | None = None,
+        passage_max_length: int | None = None,
         similarity: Literal["dot", "cos"] | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
@@ -62,7 +62,8 @@ class DualEncoder(SentenceTransformer):
             pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"`` (decoder backbones).
             normalize: end with unit length, so that inner product is cosine.
             query_prompt, passage_prompt: put before each query or passage, in training and in encoding.
-            query_max_length, passage_max_length: tokens kept, special tokens included.
+            query_max_length, passage_max_length: tokens kept, special tokens included. None: 32 and 256, or what
+                the backbone can take where that is less.
             similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
             dtype: of the weights.
             tokenizer: name, folder or object; needed with a config, otherwise that of ``name``.
@@ -78,20 +79,14 @@ class DualEncoder(SentenceTransformer):
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         if similarity not in (None, "dot", "cos"):
             raise ConfigError(f"similarity must be dot or cos, got {similarity!r}")
-        for key, length in (("query_max_length", query_max_length), ("passage_max_length", passage_max_length)):
-            if not isinstance(length, int) or length < 3:
-                raise ConfigError(
-                    f"{key} must be a whole number of at least 3 (two are special tokens), got {length!r}"
-                )
         transformer = _load_transformer(name, tokenizer, DTYPES[dtype], trust_remote_code)
-        limit = getattr(transformer.config, "max_position_embeddings", None) or max(
-            query_max_length, passage_max_length
-        )
-        if max(query_max_length, passage_max_length) > limit:
-            raise ConfigError(
-                f"query_max_length={query_max_length} or passage_max_length={passage_max_length} is more than the "
-                f"{limit} positions of this backbone: lower it."
-            )
+        limit = transformer.tokenizer.model_max_length
+        limit = min(limit, getattr(transformer.config, "max_position_embeddings", None) or limit)
+        query_max_length = min(32, limit) if query_max_length is None else query_max_length
+        passage_max_length = min(256, limit) if passage_max_length is None else passage_max_length
+        for key, length in (("query_max_length", query_max_length), ("passage_max_length", passage_max_length)):
+            if not isinstance(length, int) or not 3 <= length <= limit:
+                raise ConfigError(f"{key}={length!r}: this backbone takes 3 (two are special tokens) to {limit} tokens")
         # One module serves both kinds in a tied model: lengths go by task, and encode() without one gets the longer.
         transformer.max_seq_length = max(query_max_length, passage_max_length)
         transformer.query_length, transformer.document_length = query_max_length, passage_max_length

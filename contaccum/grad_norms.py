@@ -47,7 +47,7 @@ class TowerGradNorms:
         embeddings.register_hook(add)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """Norms of the update so far, ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``; then starts over.
+        """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
 
         Args:
             scale: what the loss was multiplied with (a gradient scaler's scale); divided out.

@@ -186,7 +186,7 @@ class BankedInfoNCE(nn.Module):
         n, d = queries.shape
         self._prepare_bank(d, negatives, queries)
         means = [m for m in (self.query_mean, self.passage_mean) if m is not None]
-        before = [(m.mean.clone(), m.weight.clone()) for m in means]
+        before = [m.snapshot() for m in means]
         if enqueue and self.query_mean is not None and self.passage_mean is not None:
             self.query_mean.observe(queries)
             self.passage_mean.observe(passages)
@@ -258,9 +258,8 @@ class BankedInfoNCE(nn.Module):
                 self._enqueue(queries, passages, negatives, ids)
                 enqueued = n
             else:
-                for mean, (value, weight) in zip(means, before, strict=True):
-                    mean.mean.copy_(value)
-                    mean.weight.copy_(weight)
+                for mean, state in zip(means, before, strict=True):
+                    mean.restore(state)
         self.last = {
             "loss": loss,
             "local_loss": local_losses.mean(),
@@ -387,7 +386,7 @@ class BankedInfoNCE(nn.Module):
             if (mean is not None) != (self.drift_compensation == "mean"):
                 raise ConfigError(
                     f"this state was written with drift_compensation={'mean' if mean is not None else 'none'!r}, but "
-                    f"this loss has {self.drift_compensation!r}: its bank cannot be read that way. Use the same setting."
+                    f"this loss has {self.drift_compensation!r} and would misread its bank. Use the same setting."
                 )
             if (
                 passages.shape[0] != self.bank_size

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertTokenizerFast
 
-WORDS = (
+WORDS = (  # noqa: SIM905  # sixty quoted words are harder to read
     "the a of in is was cat dog bird fish tree river stone cloud rain sun moon star city road house door window "
     "red blue green small large old new fast slow warm cold what where who when why how does do sits runs flies swims "
     "grows falls shines on under over near far with without and or not one two three four five six seven eight nine"

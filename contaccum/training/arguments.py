@@ -99,6 +99,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
 
     def __post_init__(self) -> None:
         self._check()
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
         super().__post_init__()
         if self.fp16 and self.device.type == "cpu":
             raise ConfigError("fp16=true needs an accelerator; on a CPU set bf16=true, or neither")

@@ -1,0 +1,58 @@
+"""The `contaccum` command: finds the subcommand, turns the user's mistakes into one line and exit code 2.
+
+Exit codes: 0 done; 2 a mistake of the user's; 130 interrupted; 1 (with a traceback) a defect of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from contaccum.errors import UserError
+from contaccum.version import __version__
+
+# name -> (module with run(argv) -> int, one line of help). Modules load on use: --help needs no torch.
+COMMANDS = {
+    "train": ("contaccum.training.command", "train a retriever from a YAML config and overrides"),
+    "evaluate": ("contaccum.evaluation.beir", "score a model on BEIR data with FAISS"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``contaccum ARGV`` and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        print(f"contaccum: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("contaccum: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"contaccum {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(COMMANDS)}"
+        raise UserError(f"no command {name!r}{hint}")
+    return importlib.import_module(COMMANDS[name][0]).run(rest)
+
+
+def _usage() -> str:
+    lines = ["usage: contaccum COMMAND [OPTIONS]", "", "commands:"]
+    lines += [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([*lines, "", "contaccum COMMAND --help lists the options of a command."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

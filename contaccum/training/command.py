@@ -1,0 +1,135 @@
+"""`contaccum train`: arguments, data, model, trainer, and the trained folder."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Router, Transformer
+from transformers import set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from contaccum.data.pairs import load_training_data
+from contaccum.encoders import DualEncoder, is_tied
+from contaccum.errors import ConfigError, UserError
+from contaccum.training.config import ModelArguments, parse
+from contaccum.training.trainer import ContAccumTrainer
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train as ``argv`` says and save the model into ``output_dir``; returns the exit code."""
+    model_args, data_args, args = parse(argv)
+    check_output_dir(args.output_dir)
+    data = load_training_data(
+        data_args.train_data,
+        data_format=data_args.data_format,
+        split=data_args.split,
+        num_hard_negatives=data_args.num_hard_negatives,
+        on_bad_record=data_args.on_bad_record,
+    )
+    print(data.report.summary())
+    set_seed(args.seed)  # before the model: fresh weights are part of the run
+    model = load_model(model_args, device=str(args.device))
+    trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint)
+    trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, args.output_dir))
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        print(f"saved {args.output_dir}; score it with: contaccum evaluate {args.output_dir} --data DIR")
+    return 0
+
+
+def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
+    """The encoder to train: a saved SentenceTransformer as it is, or a transformers backbone with pooling.
+
+    Raises:
+        UserError: when it cannot be loaded.
+        ConfigError: for settings that do not apply to it.
+    """
+    if not is_sentence_transformer(arguments.model):
+        return DualEncoder.from_backbone(
+            arguments.model,
+            tied=arguments.tied,
+            pooling=arguments.pooling,  # type: ignore[arg-type]  # checked by the parser
+            normalize=arguments.normalize,
+            query_prompt=arguments.query_prompt,
+            passage_prompt=arguments.passage_prompt,
+            query_max_length=arguments.query_max_length,
+            passage_max_length=arguments.passage_max_length,
+            device=device,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    defaults = ModelArguments()
+    for name in ("pooling", "normalize"):
+        if getattr(arguments, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"{name}={getattr(arguments, name)} with model={arguments.model}: that folder is a SentenceTransformer "
+                f"with {name} of its own. Drop {name}, or pass a bare backbone"
+            )
+    model = DualEncoder.from_pretrained(arguments.model, device=device, trust_remote_code=arguments.trust_remote_code)
+    if not arguments.tied and is_tied(model):
+        modules = list(model.children())
+        model = DualEncoder(
+            modules=[Router.for_query_document(modules, copy.deepcopy(modules))],  # type: ignore[arg-type]
+            prompts=dict(model.prompts),
+            similarity_fn_name=model.similarity_fn_name,
+            device=device,
+        )
+    set_max_lengths(model, arguments.query_max_length, arguments.passage_max_length)
+    for role, prompt in (("query", arguments.query_prompt), ("document", arguments.passage_prompt)):
+        if prompt is not None:
+            model.prompts[role] = prompt
+    return model
+
+
+def is_sentence_transformer(name: str) -> bool:
+    """Whether a folder, or a hub repository that can be reached, is a SentenceTransformer rather than a backbone."""
+    if os.path.isdir(name):
+        return (Path(name) / "modules.json").is_file()
+    from sentence_transformers.util import is_sentence_transformer_model
+
+    try:
+        return is_sentence_transformer_model(name)
+    except Exception:  # any of the hub's errors: loading it will fail next, with a message of its own
+        return False
+
+
+def set_max_lengths(model: SentenceTransformer, query: int | None, passage: int | None) -> None:
+    """Cut queries and passages at these numbers of tokens; None leaves the model's own."""
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            limit = getattr(module.config, "max_position_embeddings", None)
+            for name, length in (("query_max_length", query), ("passage_max_length", passage)):
+                if length is not None and limit is not None and not 3 <= length <= limit:
+                    raise ConfigError(f"{name}={length}: this model takes 3 to {limit} tokens")
+            module.query_length = query if query is not None else module.query_length
+            if passage is not None:
+                module.document_length = passage
+                module.max_seq_length = passage
+
+
+def check_output_dir(path: str) -> None:
+    """Refuse, before any work, a folder that cannot be made or written; makes nothing itself."""
+    nearest = Path(path).absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise UserError(f"{path}: cannot be made ({nearest} is a file); choose another --output_dir")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"{path}: {nearest} is not writable; choose another --output_dir")
+
+
+def resolve_resume(value: str | bool | None, output_dir: str) -> str | None:
+    """``true``, ``last`` or ``auto``: the newest checkpoint of ``output_dir``; a path: that one; nothing: None."""
+    if value is None or str(value).lower() in ("", "false", "none"):
+        return None
+    if str(value).lower() in ("true", "last", "auto"):
+        found = get_last_checkpoint(output_dir)
+        if found is None:
+            raise UserError(f"{output_dir}: no checkpoint to resume from; drop --resume_from_checkpoint to start anew")
+        return found
+    if not os.path.isfile(os.path.join(str(value), "trainer_state.json")):
+        raise UserError(f"{value}: not a checkpoint (no trainer_state.json in it)")
+    return str(value)

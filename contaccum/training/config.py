@@ -1,0 +1,135 @@
+"""From a YAML file and the command line to arguments: flat keys, the command line wins, unknown keys are refused."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from contaccum.errors import ConfigError
+from contaccum.training.arguments import ContAccumTrainingArguments
+
+
+@dataclass
+class ModelArguments:
+    """Which encoder to train."""
+
+    model: str = field(
+        default="", metadata={"help": "A folder or hub name: a SentenceTransformer, or a transformers backbone."}
+    )
+    tied: bool = field(default=True, metadata={"help": "One encoder for queries and passages, or two."})
+    pooling: str = field(
+        default="cls",
+        metadata={"help": "For a backbone: cls, mean or lasttoken.", "choices": ("cls", "mean", "lasttoken")},
+    )
+    normalize: bool = field(default=False, metadata={"help": "For a backbone: scale embeddings to length 1."})
+    query_prompt: str | None = field(default=None, metadata={"help": "Put before every query."})
+    passage_prompt: str | None = field(default=None, metadata={"help": "Put before every passage."})
+    query_max_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a query. Default: 32 for a backbone, else the model's own."}
+    )
+    passage_max_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a passage. Default: 256 for a backbone, else the model's own."}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+
+
+@dataclass
+class DataArguments:
+    """What to train it on."""
+
+    train_data: str = field(
+        default="", metadata={"help": "A BEIR folder, DPR json, or pair/triplet jsonl (.gz or plain)."}
+    )
+    data_format: str | None = field(default=None, metadata={"help": "beir, dpr, pairs or triplets. Default: sniffed."})
+    split: str = field(default="train", metadata={"help": "The qrels split of a BEIR folder."})
+    num_hard_negatives: int = field(default=0, metadata={"help": "Hard negatives per query to use."})
+    on_bad_record: str = field(
+        default="stop",
+        metadata={"help": "stop at a record that cannot be used, or skip and count it.", "choices": ("stop", "skip")},
+    )
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `contaccum train --help` lists the options")
+
+
+def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
+    """``[CONFIG.yaml ...] [--key value ...]`` to arguments; later files and the command line override.
+
+    Raises:
+        ConfigError: for a file that cannot be read, an unknown key, or values that cannot work.
+    """
+    parser = _Parser(
+        [ModelArguments, DataArguments, ContAccumTrainingArguments],  # type: ignore[arg-type]  # a list of dataclasses
+        prog="contaccum train",
+        usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
+        allow_abbrev=False,
+    )
+    files: list[str] = []
+    rest = list(argv)
+    while rest and not rest[0].startswith("-"):
+        files.append(rest.pop(0))
+    known = {action.dest for action in parser._actions}
+    from_files: list[str] = []
+    for name in files:
+        from_files += _as_options(name, known)
+    try:
+        *parsed, unknown = parser.parse_args_into_dataclasses([*from_files, *rest], return_remaining_strings=True)
+    except ConfigError:
+        raise
+    except (ValueError, ImportError) as error:  # what transformers refuses, in its words
+        raise ConfigError(str(error)) from error
+    if unknown:
+        raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "on the command line"))
+    model, data, args = parsed
+    for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", args.output_dir)):
+        if not value:
+            raise ConfigError(f"{key} is not set: add `{key}: ...` to the config, or --{key} on the command line")
+    if not set(vars(args)) >= {"output_dir"} or args.output_dir == "trainer_output":
+        raise ConfigError("output_dir is not set: add `output_dir: ...` to the config, or --output_dir")
+    return model, data, args
+
+
+def _as_options(name: str, known: set[str]) -> list[str]:
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name}: no such config file")
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text") from error
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}: a config is `key: value` lines, got a {type(content).__name__}")
+    options: list[str] = []
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError(_unknown(str(key), known, f"in {name}"))
+        if value is None:
+            continue
+        if isinstance(value, list):
+            options += [f"--{key}", *(str(item) for item in value)]
+        elif isinstance(value, dict):
+            options += [f"--{key}", json.dumps(value)]
+        else:
+            # One token with "=", so that a value may start with a dash.
+            options.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
+    return options
+
+
+def _unknown(key: str, known: set[str], where: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key!r} {where}" + (f"; did you mean {close[0]!r}?" if close else "")
