@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 import torch
+from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
 from torch import nn
@@ -80,6 +85,8 @@ class DualEncoder(SentenceTransformer):
         if similarity not in (None, "dot", "cos"):
             raise ConfigError(f"similarity must be dot or cos, got {similarity!r}")
         transformer = _load_transformer(name, tokenizer, DTYPES[dtype], trust_remote_code)
+        if transformer.tokenizer is None:
+            raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")
         limit = transformer.tokenizer.model_max_length
         limit = min(limit, getattr(transformer.config, "max_position_embeddings", None) or limit)
         query_max_length = min(32, limit) if query_max_length is None else query_max_length
@@ -116,12 +123,13 @@ class DualEncoder(SentenceTransformer):
         Raises:
             UserError: when there is no such folder or model, or it cannot be read.
         """
-        path = os.fspath(path)
-        if (os.path.isabs(path) or path.startswith(".") or path.count("/") > 1) and not os.path.isdir(path):
-            raise UserError(f"{path}: no such model folder")
+        path = os.path.expanduser(os.fspath(path))
+        require_model(path)
         try:
             return cls(path, **kwargs)
-        except (OSError, ValueError) as error:
+        except SafetensorError as error:  # a download or copy that broke off
+            raise UserError(f"{path}: its weights are damaged ({error}); save or fetch the model again") from error
+        except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{path}: not a model that can be loaded ({_first_line(error)})") from error
 
     @property
@@ -167,15 +175,36 @@ def tower(model: SentenceTransformer, task: Literal["query", "document"] | str) 
     first = model[0]
     if not isinstance(first, Router):
         return model
-    route = first.sub_modules[first._resolve_route(task=task, modality="text")]
+    route = first.sub_modules[str(first._resolve_route(task=task, modality="text"))]
     rest = list(model.children())[1:]
-    return nn.Sequential(*route, *rest) if rest else route
+    return nn.Sequential(*route.children(), *rest) if rest else route
 
 
 def is_tied(model: SentenceTransformer) -> bool:
     """Whether the two towers share their weights."""
     queries = {id(p) for p in tower(model, "query").parameters()}
     return queries == {id(p) for p in tower(model, "document").parameters()}
+
+
+def set_max_lengths(model: SentenceTransformer, query: int | None = None, document: int | None = None) -> None:
+    """Truncate queries and documents at these numbers of tokens; None leaves the model's own limit.
+
+    Raises `ConfigError` for a length below 3 (two tokens are special) or beyond the model's positions, or when the
+    model has no tokens to count.
+    """
+    for kind, length in (("query", query), ("document", document)):
+        if length is None:
+            continue
+        option = "query_max_length" if kind == "query" else "passage_max_length"
+        if length < 3:
+            raise ConfigError(f"{option} must be at least 3 (two tokens are special), not {length}")
+        module = next(tower(model, kind).children())
+        if not hasattr(module, f"{kind}_length"):
+            raise ConfigError(f"{option} needs a transformer that tokenises text; this model starts otherwise")
+        limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        if limit is not None and length > limit:
+            raise ConfigError(f"{option}={length} is more than the {limit} positions of the model; lower it")
+        setattr(module, f"{kind}_length", length)
 
 
 def _load_transformer(
@@ -195,12 +224,13 @@ def _load_transformer(
             AutoModel.from_config(name, **remote).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             return Transformer(folder, model_kwargs={"dtype": dtype})
-    path = os.fspath(name)
+    path = os.path.expanduser(os.fspath(name))
+    require_model(path)
     try:
         transformer = Transformer(
             path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(
             f"{path}: not a backbone that can be loaded ({_first_line(error)}). Pass a local folder, or a hub name "
             "while online."
@@ -208,6 +238,37 @@ def _load_transformer(
     if tokenizer is not None:
         transformer.processor = tokenizer
     return transformer
+
+
+def require_model(name: str) -> None:
+    """Refuse a name that is neither a folder nor a hub name that can be had now.
+
+    Asking the hub while offline takes more than a minute of retries before it fails; one connection takes a moment.
+
+    Raises:
+        UserError: saying which of the two it is.
+    """
+    if os.path.isdir(name):
+        return
+    if os.path.isfile(name):
+        raise UserError(f"{name}: is a file; name the folder that the model was saved to")
+    if os.path.isabs(name) or name.startswith(".") or name.count("/") > 1 or not name.strip("/"):
+        raise UserError(f"{name}: no such model folder")
+    full_name = name if "/" in name else f"sentence-transformers/{name}"
+    cached = (try_to_load_from_cache(repo, "config.json") for repo in (name, full_name))
+    proxies = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
+    if proxies or any(isinstance(path, str) for path in cached):
+        return
+    host = urlparse(ENDPOINT).hostname or "huggingface.co"
+    try:
+        if is_offline_mode():
+            raise OSError("HF_HUB_OFFLINE is set")
+        socket.create_connection((host, urlparse(ENDPOINT).port or 443), timeout=5).close()
+    except OSError as error:
+        raise UserError(
+            f"{name}: no such folder, and the model hub cannot be reached to look it up ({error}). Pass the path of a "
+            "saved model, or try again online"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -52,10 +52,10 @@ class TowerGradNorms:
         Args:
             scale: what the loss was multiplied with (a gradient scaler's scale); divided out.
         """
+        norms: dict[str, Tensor] = {}
         if self.tied:
-            norms = {name: self._squares[name].sqrt() for name in ("query", "passage") if name in self._squares}
+            norms = {name: square.sqrt() for name, square in self._squares.items()}
         else:
-            norms = {}
             for name, parameters in self._parameters.items():
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 if gradients:

@@ -159,7 +159,7 @@ class BankedInfoNCE(nn.Module):
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
             dtype = torch.promote_types(queries.dtype, torch.float32)
             local = [x.detach().to(dtype) for x in inputs]
-            ids = (query_ids, passage_ids, negative_ids)
+            ids: tuple[Tensor | None, ...] = (query_ids, passage_ids, negative_ids)
             own, ranks = slice(0, queries.shape[0]), 1
             if self.gather_across_devices and world_size() > 1:
                 local, ids, own = gather_batch(local, ids)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sample_texts import WORDS
 from transformers import BertConfig, BertTokenizerFast
-
-WORDS = (  # noqa: SIM905  # sixty quoted words are harder to read
-    "the a of in is was cat dog bird fish tree river stone cloud rain sun moon star city road house door window "
-    "red blue green small large old new fast slow warm cold what where who when why how does do sits runs flies swims "
-    "grows falls shines on under over near far with without and or not one two three four five six seven eight nine"
-).split()
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +32,3 @@ def tiny_config(tiny_tokenizer: BertTokenizerFast) -> BertConfig:
         intermediate_size=64,
         max_position_embeddings=64,
     )
-
-
-def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
-    """``count`` distinct sentences over WORDS."""
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(WORDS), (count, length), generator=generator)
-    return [" ".join(WORDS[i] for i in row) + f" {number}" for number, row in enumerate(picks.tolist())]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import sentences
+from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder

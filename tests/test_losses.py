@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sentences
 from datasets import Dataset
+from sample_texts import sentences
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score, euclidean_sim

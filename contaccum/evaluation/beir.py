@@ -15,9 +15,9 @@ from typing import Any, Literal, NoReturn
 
 from contaccum.data.beir_folder import BeirDataset, load_beir_folder
 from contaccum.data.beir_names import resolve_beir_data
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, score_run
-from contaccum.evaluation.model_record import model_fingerprint, set_max_lengths, tokenisation_contract
+from contaccum.evaluation.model_record import model_fingerprint, tokenisation_contract
 from contaccum.evaluation.results import EvaluationResult, format_table, require_writable, write_result
 from contaccum.retrieval.encoding import AUTOCAST_DTYPES, check_autocast_dtype
 
@@ -131,6 +131,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         sizes.append(len(dataset.corpus))
 
     autocast_dtype = None if args.precision == "float32" else args.precision
+    from contaccum.encoders import set_max_lengths
+
     model = _load_model(args.model, args.device, args.trust_remote_code)
     set_max_lengths(model, args.query_max_length, args.passage_max_length)
     for size in sizes:
@@ -173,7 +175,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
     parser.add_argument("--data", nargs="+", required=True, metavar="DIR", help="BEIR folders, or names of public sets")
     parser.add_argument("--split", default="test")
-    parser.add_argument("--output", required=True, type=Path, metavar="OUT.json", help="OUT.NAME.json when several")
+    parser.add_argument(
+        "--output", default=Path("results.json"), type=Path, metavar="OUT.json", help="OUT.NAME.json when several"
+    )
     parser.add_argument("--index", default="Flat", help="FAISS factory string; Flat is exact")
     parser.add_argument("--index_parameters", help="FAISS search parameters, such as nprobe=32")
     parser.add_argument("--k_values", nargs="+", type=int, default=list(DEFAULT_K_VALUES), metavar="K")
@@ -239,16 +243,6 @@ def _check_device(device: str) -> None:
 
 
 def _load_model(name: str, device: str | None, trust_remote_code: bool) -> Any:
-    from safetensors import SafetensorError
-
     from contaccum.encoders import DualEncoder
 
-    path = Path(name).expanduser()
-    if path.is_file():
-        raise UserError(f"{name}: is a file; name the folder that the model was saved to")
-    try:
-        return DualEncoder.from_pretrained(
-            str(path) if path.is_dir() else name, device=device, trust_remote_code=trust_remote_code
-        )
-    except SafetensorError as error:  # a download or copy that broke off
-        raise UserError(f"{name}: its weights are damaged ({error}); save or fetch the model again") from error
+    return DualEncoder.from_pretrained(name, device=device, trust_remote_code=trust_remote_code)

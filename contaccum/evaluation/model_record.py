@@ -1,15 +1,13 @@
 """What a result has to say about the model that was scored: its weights, and how it turns text into tokens.
 
-Two results with equal records used the same weights on the same tokens. Nothing is loaded or changed here but by
-`set_max_lengths`.
+Two results with equal records used the same weights on the same tokens. Nothing is loaded or changed here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
-from contaccum.errors import ConfigError
 from contaccum.retrieval.encoding import TITLE_SEPARATOR, prompt_for
 
 
@@ -53,28 +51,6 @@ def tokenisation_contract(model: Any) -> dict[str, Any] | None:
         "normalize": any(type(m).__name__ == "Normalize" for m in document),
         "truncate_dim": model.truncate_dim,
     }
-
-
-def set_max_lengths(model: Any, query: int | None = None, document: int | None = None) -> None:
-    """Truncate queries and documents at these numbers of tokens; None leaves the model's own limit.
-
-    Raises `ConfigError` for a length below 3 (two tokens are special) or beyond the model's positions, or when the
-    model has no tokens to count.
-    """
-    kind: Literal["query", "document"]
-    for kind, length in (("query", query), ("document", document)):
-        if length is None:
-            continue
-        option = "query_max_length" if kind == "query" else "passage_max_length"
-        if length < 3:
-            raise ConfigError(f"{option} must be at least 3 (two tokens are special), not {length}")
-        module = _route(model, kind)[0]
-        if not hasattr(module, f"{kind}_length"):
-            raise ConfigError(f"{option} needs a transformer that tokenises text; this model starts otherwise")
-        limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if limit is not None and length > limit:
-            raise ConfigError(f"{option}={length} is more than the {limit} positions of the model; lower it")
-        setattr(module, f"{kind}_length", length)
 
 
 def _route(model: Any, kind: str) -> list[Any]:

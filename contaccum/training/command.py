@@ -7,13 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Router, Transformer
+from sentence_transformers.sentence_transformer.modules import Router
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.pairs import load_training_data
-from contaccum.encoders import DualEncoder, is_tied
+from contaccum.encoders import DualEncoder, is_tied, require_model, set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.config import ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
@@ -22,22 +21,23 @@ from contaccum.training.trainer import ContAccumTrainer
 def run(argv: Sequence[str]) -> int:
     """Train as ``argv`` says and save the model into ``output_dir``; returns the exit code."""
     model_args, data_args, args = parse(argv)
-    check_output_dir(args.output_dir)
+    output_dir = str(args.output_dir)
+    check_output_dir(output_dir)
     data = load_training_data(
         data_args.train_data,
-        data_format=data_args.data_format,
+        data_format=data_args.data_format,  # type: ignore[arg-type]  # the reader checks it
         split=data_args.split,
         num_hard_negatives=data_args.num_hard_negatives,
-        on_bad_record=data_args.on_bad_record,
+        on_bad_record=data_args.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
     )
     print(data.report.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint)
-    trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, args.output_dir))
-    trainer.save_model(args.output_dir)
+    trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, output_dir))
+    trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
-        print(f"saved {args.output_dir}; score it with: contaccum evaluate {args.output_dir} --data DIR")
+        print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
     return 0
 
 
@@ -73,7 +73,7 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
         modules = list(model.children())
         model = DualEncoder(
             modules=[Router.for_query_document(modules, copy.deepcopy(modules))],  # type: ignore[arg-type]
-            prompts=dict(model.prompts),
+            prompts={name: prompt for name, prompt in model.prompts.items() if prompt is not None},
             similarity_fn_name=model.similarity_fn_name,
             device=device,
         )
@@ -88,26 +88,13 @@ def is_sentence_transformer(name: str) -> bool:
     """Whether a folder, or a hub repository that can be reached, is a SentenceTransformer rather than a backbone."""
     if os.path.isdir(name):
         return (Path(name) / "modules.json").is_file()
+    require_model(name)
     from sentence_transformers.util import is_sentence_transformer_model
 
     try:
         return is_sentence_transformer_model(name)
     except Exception:  # any of the hub's errors: loading it will fail next, with a message of its own
         return False
-
-
-def set_max_lengths(model: SentenceTransformer, query: int | None, passage: int | None) -> None:
-    """Cut queries and passages at these numbers of tokens; None leaves the model's own."""
-    for module in model.modules():
-        if isinstance(module, Transformer):
-            limit = getattr(module.config, "max_position_embeddings", None)
-            for name, length in (("query_max_length", query), ("passage_max_length", passage)):
-                if length is not None and limit is not None and not 3 <= length <= limit:
-                    raise ConfigError(f"{name}={length}: this model takes 3 to {limit} tokens")
-            module.query_length = query if query is not None else module.query_length
-            if passage is not None:
-                module.document_length = passage
-                module.max_seq_length = passage
 
 
 def check_output_dir(path: str) -> None:

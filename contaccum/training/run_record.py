@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
     """The content of ``run.json``. Tokens among the arguments are blanked by transformers' ``to_dict``."""
-    args, dataset = trainer.args, trainer.train_dataset
+    args = trainer.args
+    dataset: Any = trainer.train_dataset
     return {
         "method": args.method,
         "seed": args.seed,

@@ -147,13 +147,21 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     # The loop ------------------------------------------------------------------------------------------------------
 
-    def get_batch_sampler(self, dataset: Any, batch_size: int, drop_last: bool, **kwargs: Any) -> Any:
-        if self.args.batch_sampler == BatchSamplers.BATCH_SAMPLER and hasattr(dataset, "__len__"):
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler = EpochBatchSampler(dataset, batch_size, drop_last, **{**kwargs, "seed": seed})
-            self._batch_samplers.append(sampler)
-            return sampler
-        return super().get_batch_sampler(dataset, batch_size, drop_last, **kwargs)
+    def get_batch_sampler(
+        self,
+        dataset: Any,
+        batch_size: int,
+        drop_last: bool,
+        valid_label_columns: list[str] | None = None,
+        generator: torch.Generator | None = None,
+        seed: int = 0,
+    ) -> Any:
+        seed = seed if self.args.data_seed is None else self.args.data_seed
+        if self.args.batch_sampler != BatchSamplers.BATCH_SAMPLER or not hasattr(dataset, "__len__"):
+            return super().get_batch_sampler(dataset, batch_size, drop_last, valid_label_columns, generator, seed)
+        sampler = EpochBatchSampler(dataset, batch_size, drop_last, valid_label_columns, generator, seed)
+        self._batch_samplers.append(sampler)
+        return sampler
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         given = self.args.learning_rate
@@ -222,7 +230,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # As in the base class, but the arguments go into JSON: the base class pickles them.
-        folder = output_dir if output_dir is not None else self.args.output_dir
+        folder = str(output_dir if output_dir is not None else self.args.output_dir)
         os.makedirs(folder, exist_ok=True)
         self.model.save_pretrained(folder)
         if self.processing_class is not None:

@@ -17,11 +17,12 @@ from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
 from contaccum import DualEncoder
 from contaccum.data.beir_folder import load_beir_folder
+from contaccum.encoders import set_max_lengths
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation import run
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.metrics import score_run
-from contaccum.evaluation.model_record import model_fingerprint, set_max_lengths, tokenisation_contract
+from contaccum.evaluation.model_record import model_fingerprint, tokenisation_contract
 from contaccum.evaluation.provenance import git_commit, package_versions
 from contaccum.evaluation.results import read_result, trec_lines
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import sentences
+from sample_texts import sentences
 
 from contaccum.cli import main
 from contaccum.errors import ConfigError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sentences
 from datasets import Dataset
+from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from transformers import set_seed
 

@@ -1,0 +1,18 @@
+"""Made-up texts over a small vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+WORDS = (  # noqa: SIM905  # sixty quoted words are harder to read
+    "the a of in is was cat dog bird fish tree river stone cloud rain sun moon star city road house door window "
+    "red blue green small large old new fast slow warm cold what where who when why how does do sits runs flies swims "
+    "grows falls shines on under over near far with without and or not one two three four five six seven eight nine"
+).split()
+
+
+def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
+    """``count`` distinct sentences over WORDS."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(WORDS), (count, length), generator=generator)
+    return [" ".join(WORDS[i] for i in row) + f" {number}" for number, row in enumerate(picks.tolist())]
