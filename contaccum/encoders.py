@@ -207,6 +207,23 @@ def set_max_lengths(model: SentenceTransformer, query: int | None = None, docume
         setattr(module, f"{kind}_length", length)
 
 
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Set the probability of every dropout in ``model``, modules and the attributes that attention reads.
+
+    Raises:
+        ConfigError: for a probability outside [0, 1).
+    """
+    if not 0 <= probability < 1:
+        raise ConfigError(f"dropout must be at least 0 and less than 1, got {probability!r}")
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = probability
+        for name in ("attention_dropout", "dropout_prob", "dropout_p"):
+            # Some architectures keep attention's probability as a plain number and call the functional form.
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, probability)
+
+
 def _load_transformer(
     name: str | os.PathLike[str] | PretrainedConfig,
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,

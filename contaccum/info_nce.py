@@ -7,38 +7,19 @@ in the bank, d the embedding size, c columns.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from contaccum.bank_block import BankBlock
 from contaccum.distributed import gather_batch, world_size
-from contaccum.drift import DRIFT_COMPENSATIONS, Compensated, RunningMean
+from contaccum.drift import DRIFT_COMPENSATIONS, RunningMean
 from contaccum.duplicates import KnownPositives
 from contaccum.errors import ConfigError
+from contaccum.log_sums import RunningLogSums
 from contaccum.memory_bank import NO_ID, MemoryBank, check_embeddings
-
-_BLOCK_SCORES = 4_000_000  # scores of the bank x bank block held at once (16 MB in float32)
-
-
-class _Columns(NamedTuple):
-    """A block of columns or rows from the bank, with what the duplicate mask needs of it."""
-
-    entries: Compensated
-    query_ids: Tensor  # (c,) NO_ID for hard negatives
-    passage_ids: Tensor  # (c,)
-    exists: Tensor | None  # bool (c,), None: all do
-
-
-class _BankView(NamedTuple):
-    """The bank as the loss uses it: rows, and column blocks of which the first holds the rows' positives."""
-
-    rows: Compensated
-    row_query_ids: Tensor
-    row_passage_ids: Tensor
-    positives: Tensor  # (mq',) column of the first block
-    columns: list[_Columns]
 
 
 class BankedInfoNCE(nn.Module):
@@ -121,7 +102,7 @@ class BankedInfoNCE(nn.Module):
         self.bank_dtype = bank_dtype
         self.gather_across_devices = gather_across_devices
         self.bank: MemoryBank | None = None
-        self.query_mean: RunningMean | None = None
+        self.log_sums: RunningLogSums | None = None
         self.passage_mean: RunningMean | None = None
         self.last: dict[str, Any] = {}
         self._ids_seen = False
@@ -185,11 +166,10 @@ class BankedInfoNCE(nn.Module):
         negatives = local[2] if len(local) > 2 else None
         n, d = queries.shape
         self._prepare_bank(d, negatives, queries)
-        means = [m for m in (self.query_mean, self.passage_mean) if m is not None]
-        before = [m.snapshot() for m in means]
-        if enqueue and self.query_mean is not None and self.passage_mean is not None:
-            self.query_mean.observe(queries)
+        before = None if self.passage_mean is None else self.passage_mean.snapshot()
+        if enqueue and self.passage_mean is not None:
             self.passage_mean.observe(passages)
+        shift = None if self.passage_mean is None else self.passage_mean.mean.to(queries.dtype)
 
         columns = passages if negatives is None else torch.cat([passages, negatives.reshape(-1, d)])
         query_ids, passage_ids, negative_ids = (
@@ -198,8 +178,9 @@ class BankedInfoNCE(nn.Module):
         )
         column_ids = torch.cat([passage_ids, negative_ids.reshape(-1)])
         column_query_ids = torch.cat([query_ids, torch.full_like(negative_ids.reshape(-1), NO_ID)])
-        bank = self._bank_view(queries.dtype)
-        known = self._known_positives(query_ids, passage_ids, has_ids=any(x is not None for x in ids))
+        self._ids_seen = self._ids_seen or any(x is not None for x in ids)
+        bank = self._bank_block(queries.dtype)
+        known = self._known_positives(query_ids, passage_ids)
 
         # Local rows: n x c and n x m scores.
         own = torch.arange(n, device=queries.device)
@@ -208,40 +189,51 @@ class BankedInfoNCE(nn.Module):
             mask = known.mask(query_ids, passage_ids, column_query_ids, column_ids)
             mask[own, own] = False
             scores.masked_fill_(mask, -torch.inf)
-        positive = scores[own, own]
-        log_sum, top = scores.logsumexp(1), scores.amax(1)
+        # Log-sums and softmax weights in float64: scores may be tens of thousands (a dot product at a low temperature),
+        # where float32 has two digits after the point, and there are only n (n + m) of them.
+        positive = scores[own, own].double()
+        log_sum, top = scores.double().logsumexp(1), scores.amax(1)
         bank_scores = []
-        for block in bank.columns if bank else []:
-            block_scores = self._scores(block, queries, known, query_ids, passage_ids)
-            log_sum = torch.logaddexp(log_sum, block_scores.logsumexp(1))
+        for block in bank.columns if bank is not None else []:
+            assert bank is not None
+            block_scores = bank.local_scores(block, queries, known, query_ids, passage_ids)
+            if shift is not None:
+                block_scores += (queries @ shift / self.temperature)[:, None]
+            log_sum = torch.logaddexp(log_sum, block_scores.double().logsumexp(1))
             top = torch.maximum(top, block_scores.amax(1))
             bank_scores.append(block_scores)
-        local_losses = log_sum - positive
+        local_losses = (log_sum - positive).to(scores.dtype)
 
         # Bank rows: m x c scores; their m x m part has no gradient and comes in as one number per row.
         bank_losses = scores.new_zeros(0)
         row_scores = row_log_sum = None
         if bank is not None and len(bank.rows):
-            row_scores = bank.rows.scores(columns).T / self.temperature  # (mq', c)
+            row_scores = bank.row_scores(columns)
             if known is not None:
                 mask = known.mask(bank.row_query_ids, bank.row_passage_ids, column_query_ids, column_ids)
                 row_scores.masked_fill_(mask, -torch.inf)
-            among_bank, bank_positive = self._bank_log_sums(bank, known)
-            row_log_sum = torch.logaddexp(among_bank, row_scores.logsumexp(1))
-            bank_losses = row_log_sum - bank_positive
+            log_sums, positives = bank.log_sums(known, query_ids), bank.positive_scores()
+            if shift is not None:
+                shifts = (bank.rows.scores(shift[None])[0] / self.temperature).double()
+                log_sums, positives = log_sums + shifts, positives + shifts
+            row_log_sum = torch.logaddexp(log_sums, row_scores.double().logsumexp(1))
+            bank_losses = (row_log_sum - positives).to(scores.dtype)
 
         rows = n if self.normalize_by == "local" else n + bank_losses.numel()
         loss = (local_losses.sum() + bank_losses.sum()) / rows
         gradients: list[Tensor] = []
         if needs_gradient:
-            weights = (scores - log_sum[:, None]).exp_()
+            weights = _softmax(scores, log_sum)
             weights[own, own] -= 1
             query_gradient = weights @ columns
             column_gradient = weights.T @ queries
-            for block, block_scores in zip(bank.columns if bank else [], bank_scores, strict=True):
-                query_gradient += block.entries.weighted_sum((block_scores - log_sum[:, None]).exp_())
+            for block, block_scores in zip(bank.columns if bank is not None else [], bank_scores, strict=True):
+                weights = _softmax(block_scores, log_sum)
+                query_gradient += block.entries.weighted_sum(weights)
+                if shift is not None:
+                    query_gradient += weights.sum(1, keepdim=True) * shift
             if bank is not None and row_scores is not None and row_log_sum is not None:
-                column_gradient += bank.rows.weighted_sum((row_scores - row_log_sum[:, None]).exp_().T)
+                column_gradient += bank.rows.weighted_sum(_softmax(row_scores, row_log_sum).T)
             gradients = [query_gradient, column_gradient[:n]]
             if negatives is not None:
                 gradients.append(column_gradient[n:].reshape(negatives.shape))
@@ -255,92 +247,39 @@ class BankedInfoNCE(nn.Module):
         enqueued = 0
         if enqueue and self.bank is not None:
             if bool(torch.isfinite(loss)):
-                self._enqueue(queries, passages, negatives, ids)
+                self._enqueue(bank, queries, passages, negatives, ids)
                 enqueued = n
-            else:
-                for mean, state in zip(means, before, strict=True):
-                    mean.restore(state)
+            elif before is not None and self.passage_mean is not None:
+                self.passage_mean.restore(before)
         self.last = {
             "loss": loss,
             "local_loss": local_losses.mean(),
             "bank_loss": bank_losses.mean() if bank_losses.numel() else bank_losses.sum(),
-            "local_accuracy": (positive >= top).to(loss.dtype).mean(),
-            "columns": columns.shape[0] + sum(len(block.entries) for block in (bank.columns if bank else [])),
+            "local_accuracy": (positive >= top.double()).to(loss.dtype).mean(),
+            "columns": columns.shape[0]
+            + sum(len(block.entries) for block in (bank.columns if bank is not None else [])),
             "bank_rows": bank_losses.numel(),
             "bank_fill": 0 if self.bank is None else self.bank.fill,
             "enqueued": enqueued,
         }
         return loss, gradients
 
-    def _scores(
-        self, block: _Columns, rows: Tensor, known: KnownPositives | None, query_ids: Tensor, passage_ids: Tensor
-    ) -> Tensor:
-        """Masked scores of (k, d) rows against a block of bank columns: (k, c)."""
-        scores = block.entries.scores(rows) / self.temperature
-        if known is not None:
-            mask = known.mask(query_ids, passage_ids, block.query_ids, block.passage_ids)
-            scores.masked_fill_(mask, -torch.inf)
-        if block.exists is not None:
-            scores.masked_fill_(~block.exists, -torch.inf)
-        return scores
-
-    def _bank_log_sums(self, bank: _BankView, known: KnownPositives | None) -> tuple[Tensor, Tensor]:
-        """logsumexp of each bank row over the bank's columns, and its positive's score: (mq',) each.
-
-        Computed in blocks of rows, so that memory stays linear in the bank.
-        """
-        count = len(bank.rows)
-        size = max(1, _BLOCK_SCORES // max(len(block.entries) for block in bank.columns))
-        log_sums, positives = [], []
-        for start in range(0, count, size):
-            part = slice(start, min(start + size, count))
-            rows = bank.rows.rows(part)
-            own = torch.arange(rows.shape[0], device=rows.device), bank.positives[part]
-            log_sum = None
-            for index, block in enumerate(bank.columns):
-                scores = self._scores(block, rows, known, bank.row_query_ids[part], bank.row_passage_ids[part])
-                if index == 0:
-                    positive = (rows * block.entries.rows(own[1])).sum(1) / self.temperature
-                    scores[own] = positive  # the mask covers the row's own positive too
-                    positives.append(positive)
-                block_sum = scores.logsumexp(1)
-                log_sum = block_sum if log_sum is None else torch.logaddexp(log_sum, block_sum)
-            assert log_sum is not None
-            log_sums.append(log_sum)
-        return torch.cat(log_sums), torch.cat(positives)
-
-    def _bank_view(self, dtype: torch.dtype) -> _BankView | None:
-        if self.bank is None or self.bank.fill == 0:
+    def _bank_block(self, dtype: torch.dtype) -> BankBlock | None:
+        """The bank for this micro-step, with the known positives among its own pairs; None while it is empty."""
+        if self.bank is None or self.log_sums is None or self.bank.fill == 0:
             return None
-        entries = self.bank.entries()
-        unit = self.similarity == "cos"
-        query_shift = None if self.query_mean is None else self.query_mean.mean.to(dtype)
-        passage_shift = None if self.passage_mean is None else self.passage_mean.mean.to(dtype)
-        passages = Compensated(entries.passages, passage_shift, unit, dtype)
-        columns = [_Columns(passages, entries.query_ids, entries.passage_ids, None)]
-        if entries.negatives.shape[1]:
-            h = entries.negatives.shape[1]
-            negatives = Compensated(entries.negatives.reshape(-1, self.bank.dim), passage_shift, unit, dtype)
-            ids = entries.negative_ids.reshape(-1)
-            exists = torch.arange(h, device=ids.device) < entries.negative_counts[:, None]
-            columns.append(_Columns(negatives, torch.full_like(ids, NO_ID), ids, exists.reshape(-1)))
-        return _BankView(
-            Compensated(entries.queries, query_shift, unit, dtype),
-            entries.query_ids[entries.positives],
-            entries.passage_ids[entries.positives],
-            entries.positives,
-            columns,
-        )
+        known = self._known_positives(None, None)
+        return BankBlock(self.bank, self.log_sums, self.temperature, dtype, known)
 
-    def _known_positives(self, query_ids: Tensor, passage_ids: Tensor, has_ids: bool) -> KnownPositives | None:
-        self._ids_seen = self._ids_seen or has_ids
+    def _known_positives(self, query_ids: Tensor | None, passage_ids: Tensor | None) -> KnownPositives | None:
+        """Those of the bank, and of the micro-batch whose ids are given; None when nothing is masked."""
         if not (self.mask_duplicates and self._ids_seen):
             return None
+        pairs = [] if query_ids is None or passage_ids is None else [(query_ids, passage_ids)]
         if self.bank is not None and self.bank.fill:
             entries = self.bank.entries()
-            query_ids = torch.cat([query_ids, entries.query_ids])
-            passage_ids = torch.cat([passage_ids, entries.passage_ids])
-        return KnownPositives(query_ids, passage_ids)
+            pairs.append((entries.query_ids, entries.passage_ids))
+        return KnownPositives(*(torch.cat(column) for column in zip(*pairs, strict=True)))
 
     def _prepare_bank(self, dim: int, negatives: Tensor | None, like: Tensor) -> None:
         if self.bank_size == 0:
@@ -361,28 +300,43 @@ class BankedInfoNCE(nn.Module):
         self, dim: int, h: int, dtype: torch.dtype, mean_dtype: torch.dtype, device: torch.device | None
     ) -> None:
         self.bank = MemoryBank(self.bank_size, dim, h, dtype, self.query_bank_size, device)
+        self.log_sums = RunningLogSums(self.query_bank_size, device)
         if self.drift_compensation == "mean":
-            self.query_mean = RunningMean(dim, dtype=mean_dtype, device=device)
             self.passage_mean = RunningMean(dim, dtype=mean_dtype, device=device)
 
     def _enqueue(
-        self, queries: Tensor, passages: Tensor, negatives: Tensor | None, ids: tuple[Tensor | None, ...]
+        self,
+        bank: BankBlock | None,
+        queries: Tensor,
+        passages: Tensor,
+        negatives: Tensor | None,
+        ids: tuple[Tensor | None, ...],
     ) -> None:
         assert self.bank is not None
         query_ids, passage_ids, negative_ids = ids
         if not self.bank_hard_negatives:
             negatives = negative_ids = None
-        if self.query_mean is not None and self.passage_mean is not None:
-            queries = queries - self.query_mean.mean
+        if self.passage_mean is not None:
             passages = passages - self.passage_mean.mean
             negatives = None if negatives is None else negatives - self.passage_mean.mean
+        slots, evicted, new_rows = self.bank.next_slots(queries.shape[0])
+        changed = None
+        if self.mask_duplicates and self._ids_seen:
+            # Masks hang on which pairs are known, so pairs that come or go touch the other rows of their queries.
+            gone = self.bank.query_ids[evicted]
+            changed = gone if query_ids is None else torch.cat([gone, query_ids.long()])
+        if bank is not None:
+            bank.remove(evicted)
         self.bank.enqueue(queries, passages, negatives, query_ids, passage_ids, negative_ids)
+        grown = self._bank_block(queries.dtype)
+        if grown is not None:
+            grown.add(slots, new_rows, changed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
         passages = state_dict.get(prefix + "bank.passages")
         if passages is not None:
-            mean = state_dict.get(prefix + "query_mean.mean")
+            mean = state_dict.get(prefix + "passage_mean.mean")
             if (mean is not None) != (self.drift_compensation == "mean"):
                 raise ConfigError(
                     f"this state was written with drift_compensation={'mean' if mean is not None else 'none'!r}, but "
@@ -410,6 +364,11 @@ class BankedInfoNCE(nn.Module):
             f"similarity={self.similarity!r}, normalize_by={self.normalize_by!r}, "
             f"drift_compensation={self.drift_compensation!r}"
         )
+
+
+def _softmax(scores: Tensor, log_sum: Tensor) -> Tensor:
+    """exp(scores - log_sum) by rows: (r, c) and float64 (r,) to (r, c) in the dtype of the scores."""
+    return (scores.double() - log_sum[:, None]).exp_().to(scores.dtype)
 
 
 class _LossWithGradients(torch.autograd.Function):

@@ -171,6 +171,21 @@ class MemoryBank(nn.Module):
         self.enqueued += n
         self.micro_steps += 1
 
+    def next_slots(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the next ``n`` pairs will go: passage slots, those of them that are taken now, and query slots."""
+
+        def indices(runs: list[tuple[slice, slice]], below: int) -> Tensor:
+            parts = [
+                torch.arange(s.start, min(s.stop, below), device=self.passages.device)
+                for s, _ in runs
+                if s.start < below
+            ]
+            return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.passages.device)
+
+        passages = self._slots(n, self.bank_size)
+        queries = self._slots(n, self.query_bank_size)
+        return indices(passages, self.bank_size), indices(passages, self.fill), indices(queries, self.query_bank_size)
+
     def _slots(self, n: int, size: int) -> list[tuple[slice, slice]]:
         """(slots, rows of the micro-batch) to copy for a ring of ``size`` rows: at most two contiguous runs."""
         kept = min(n, size)

@@ -462,28 +462,26 @@ def test_mean_compensation_undoes_a_shift_of_the_towers() -> None:
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_compensated_loss_equals_the_dense_loss_on_shifted_entries(similarity: str) -> None:
+def test_compensated_loss_equals_the_dense_loss_on_shifted_passages(similarity: str) -> None:
     n, m = 3, 8
     loss_fn = BankedInfoNCE(bank_size=m, similarity=similarity, temperature=0.3)
-    entries: list[list[Tensor]] = []
+    empty = torch.empty(0, 8, dtype=torch.float64)
+    bank_queries, bank_passages = empty, empty
     for step in range(6):
         tensors = [x + 0.2 * step for x in batch(n, seed=step)]
         ours, dense = leaves(tensors), leaves(tensors)
         loss = loss_fn(*ours)
         loss.backward()
-        means = [loss_fn.query_mean.mean.clone(), loss_fn.passage_mean.mean.clone()]
-        bank = [
-            torch.cat([e[i] for e in entries])[-m:] + means[i] if entries else torch.empty(0, 8).double()
-            for i in (0, 1)
-        ]
-        expected = dense_loss(
-            [dense[0], bank[0]], [dense[1], bank[1]], list(range(n + len(bank[0]))), n, 0.3, similarity
-        )
+        mean = loss_fn.passage_mean.mean.clone()
+        unit = [normalize(x, dim=-1) if similarity == "cos" else x for x in dense]
+        rows, columns = [unit[0], bank_queries[-m:]], [unit[1], bank_passages[-m:] + mean]
+        count = sum(map(len, rows))
+        expected = dense_loss(rows, columns, list(range(count)), n, 0.3, "dot")
         expected.backward()
         assert abs(loss.item() - expected.item()) <= 1e-12
         assert gradients_apart(ours, dense) <= 1e-12
-        unit = [normalize(x, dim=-1) if similarity == "cos" else x for x in tensors]
-        entries.append([x - mean for x, mean in zip(unit, means, strict=True)])
+        bank_queries = torch.cat([bank_queries, unit[0].detach()])
+        bank_passages = torch.cat([bank_passages, unit[1].detach() - mean])
 
 
 def test_shapes_and_settings_that_cannot_work_are_refused() -> None:

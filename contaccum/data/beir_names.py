@@ -156,7 +156,9 @@ def _fetch(name: str, cache: Path) -> None:
             mend = f"install {error.name or 'what is missing'} with pip, or {mend}"
         if name == "scifact":
             mend += f", or use the copy that comes with this package: --data {shipped_scifact()}"
-        reason = one_line(f"{type(error).__name__}: {error}")[:200]
+        # A failed connection names its host and retries at length; that it failed is what matters.
+        offline = isinstance(error, ConnectionError) or type(error).__name__ in ("ConnectionError", "ConnectTimeout")
+        reason = "no connection" if offline else one_line(f"{type(error).__name__}: {error}")[:200]
         raise DataError(
             one_line(f"{name}: could not be downloaded from {URL.format(name=name)}: {reason} ({mend})")
         ) from error

@@ -12,7 +12,7 @@ from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.pairs import load_training_data
-from contaccum.encoders import DualEncoder, is_tied, require_model, set_max_lengths
+from contaccum.encoders import DualEncoder, is_tied, require_model, set_dropout, set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.config import ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
@@ -48,6 +48,13 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
         UserError: when it cannot be loaded.
         ConfigError: for settings that do not apply to it.
     """
+    model = _build(arguments, device)
+    if arguments.dropout is not None:
+        set_dropout(model, arguments.dropout)
+    return model
+
+
+def _build(arguments: ModelArguments, device: str | None) -> DualEncoder:
     if not is_sentence_transformer(arguments.model):
         return DualEncoder.from_backbone(
             arguments.model,

@@ -1,0 +1,208 @@
+"""The bank as rows and columns of the similarity matrix: its scores, its running log-sums, and its growth.
+
+Between a :class:`MemoryBank`, which only stores, and the loss, which only wants numbers: what a banked row scores
+against the bank's own columns, which columns a row leaves out, and how both follow when entries come and go. All scores
+here are between stored entries; a common shift of the columns (drift) adds ``row . shift`` to a whole row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from contaccum.duplicates import KnownPositives
+from contaccum.log_sums import RunningLogSums
+from contaccum.memory_bank import NO_ID, MemoryBank
+
+_BLOCK_SCORES = 4_000_000  # scores held at once when rows are summed afresh (16 MB in float32)
+_CONVERTED_ROWS = 4096  # rows converted at once when the bank is stored in half precision
+
+
+class StoredRows:
+    """Rows of a bank, (r, d), in whatever dtype they are stored; products are computed in ``dtype``."""
+
+    def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
+        self.stored, self.dtype = stored, dtype
+
+    def __len__(self) -> int:
+        return self.stored.shape[0]
+
+    def take(self, rows: Tensor | slice) -> Tensor:
+        """The rows themselves, for a few at a time."""
+        return self.stored[rows].to(self.dtype)
+
+    def scores(self, embeddings: Tensor) -> Tensor:
+        """Inner products of (k, d) embeddings with every row: (k, r)."""
+        if self.stored.dtype == self.dtype:
+            return embeddings @ self.stored.T
+        # A converted copy of the whole bank would cost more memory than half precision saves.
+        parts = [embeddings @ part.to(self.dtype).T for part in self.stored.split(_CONVERTED_ROWS)]
+        return torch.cat(parts, dim=1) if parts else embeddings.new_zeros(embeddings.shape[0], 0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """(k, r) weights times the rows: (k, d)."""
+        if self.stored.dtype == self.dtype:
+            return weights @ self.stored
+        total = weights.new_zeros(weights.shape[0], self.stored.shape[1])
+        for part, share in zip(self.stored.split(_CONVERTED_ROWS), weights.split(_CONVERTED_ROWS, dim=1), strict=True):
+            total += share @ part.to(self.dtype)
+        return total
+
+
+class Columns(NamedTuple):
+    """A block of columns, with what masks need of them."""
+
+    entries: StoredRows
+    slots: Tensor  # (c,) the passage slot of each column; -1 for hard negatives, which are nobody's positive
+    query_ids: Tensor  # (c,) the query a passage came with; NO_ID for hard negatives
+    passage_ids: Tensor  # (c,)
+    exists: Tensor | None  # bool (c,), None: all do
+
+
+class BankBlock:
+    """The filled part of a bank, for one micro-step.
+
+    Args:
+        bank: the storage.
+        sums: its running log-sums, one row per banked query.
+        temperature: divides the scores.
+        dtype: of the computation.
+        known: the known positives among the banked pairs, None when nothing is masked.
+    """
+
+    def __init__(
+        self,
+        bank: MemoryBank,
+        sums: RunningLogSums,
+        temperature: float,
+        dtype: torch.dtype,
+        known: KnownPositives | None,
+    ) -> None:
+        self.bank, self.sums, self.temperature, self.dtype, self.known = bank, sums, temperature, dtype, known
+        entries = bank.entries()
+        self.rows = StoredRows(entries.queries, dtype)
+        self.positives = entries.positives
+        self.row_query_ids = entries.query_ids[entries.positives]
+        self.row_passage_ids = entries.passage_ids[entries.positives]
+        self.query_ids, self.passage_ids = entries.query_ids, entries.passage_ids
+        self.columns = self._columns(slice(0, bank.fill))
+
+    def _columns(self, slots: Tensor | slice) -> list[Columns]:
+        entries = self.bank.entries()
+        passages = entries.passages[slots]
+        places = torch.arange(self.bank.fill, device=passages.device)[slots]
+        blocks = [
+            Columns(
+                StoredRows(passages, self.dtype), places, entries.query_ids[slots], entries.passage_ids[slots], None
+            )
+        ]
+        h = entries.negatives.shape[1]
+        if h:
+            ids = entries.negative_ids[slots].reshape(-1)
+            exists = (torch.arange(h, device=ids.device) < entries.negative_counts[slots][:, None]).reshape(-1)
+            nobody = torch.full_like(ids, -1)
+            negatives = StoredRows(entries.negatives[slots].reshape(-1, self.bank.dim), self.dtype)
+            blocks.append(Columns(negatives, nobody, torch.full_like(ids, NO_ID), ids, exists))
+        return blocks
+
+    def local_scores(
+        self, block: Columns, queries: Tensor, known: KnownPositives | None, query_ids: Tensor, passage_ids: Tensor
+    ) -> Tensor:
+        """Masked scores of local queries (n, d) against a block of columns: (n, c)."""
+        scores = block.entries.scores(queries) / self.temperature
+        if known is not None:
+            mask = known.mask(query_ids, passage_ids, block.query_ids, block.passage_ids)
+            scores.masked_fill_(mask, -torch.inf)
+        if block.exists is not None:
+            scores.masked_fill_(~block.exists, -torch.inf)
+        return scores
+
+    def row_scores(self, columns: Tensor) -> Tensor:
+        """Scores of every banked row against local columns (c, d): (mq', c)."""
+        return self.rows.scores(columns).T / self.temperature
+
+    def log_sums(self, known: KnownPositives | None, local_query_ids: Tensor) -> Tensor:
+        """logsumexp of every banked row over the bank's columns, float64 (mq',).
+
+        Args:
+            known: the known positives of bank and micro-batch together.
+            local_query_ids: the micro-batch's; rows of the same queries may leave out more columns than they did so
+                far, and are summed for the occasion.
+        """
+        values = self.sums.value(len(self.rows))
+        if known is not None:
+            touched = torch.isin(self.row_query_ids, local_query_ids) & (self.row_query_ids != NO_ID)
+            rows = _indices(touched, limit=4 * local_query_ids.numel())
+            if rows.numel():
+                values[rows] = self._summed(rows, known).double()
+        return values
+
+    def positive_scores(self) -> Tensor:
+        """The score of every banked row's own positive, float64 (mq',)."""
+        return self.sums.positive[: len(self.rows)]
+
+    def remove(self, slots: Tensor) -> None:
+        """Take the columns in ``slots`` out of the running sums, before they are overwritten."""
+        if slots.numel() and len(self.rows):
+            for block in self._columns(slots):
+                self.sums.remove(self._scores(slice(None), block, self.known))
+
+    def add(self, slots: Tensor, new_rows: Tensor, changed_query_ids: Tensor | None) -> None:
+        """Put the columns in ``slots`` into the running sums, after they were written.
+
+        Args:
+            new_rows: rows that were written, summed afresh.
+            changed_query_ids: queries of pairs that came or went; their rows may leave out other columns now.
+        """
+        count = len(self.rows)
+        if not count:
+            return
+        for block in self._columns(slots):
+            self.sums.add(self._scores(slice(None), block, self.known))
+        stale = self.sums.worn(count)
+        if changed_query_ids is not None:
+            stale |= torch.isin(self.row_query_ids, changed_query_ids) & (self.row_query_ids != NO_ID)
+        stale[new_rows] = True
+        rows = _indices(stale, limit=new_rows.numel() + 4 * slots.numel(), first=new_rows)
+        self.sums.set(rows, self._summed(rows, self.known))
+        own = self.columns[0].entries.take(self.positives[new_rows])
+        self.sums.positive[new_rows] = ((self.rows.take(new_rows) * own).sum(1) / self.temperature).double()
+
+    def _scores(self, rows: Tensor | slice, block: Columns, known: KnownPositives | None) -> Tensor:
+        """Masked scores of banked rows against a block of the bank's own columns."""
+        if isinstance(rows, slice):
+            scores = self.rows.scores(block.entries.take(slice(None))).T / self.temperature
+        else:
+            scores = block.entries.scores(self.rows.take(rows)) / self.temperature
+        if known is not None:
+            mask = known.mask(self.row_query_ids[rows], self.row_passage_ids[rows], block.query_ids, block.passage_ids)
+            mask &= self.positives[rows][:, None] != block.slots
+            scores = scores.masked_fill(mask, -torch.inf)
+        if block.exists is not None:
+            scores = scores.masked_fill(~block.exists, -torch.inf)
+        return scores
+
+    def _summed(self, rows: Tensor, known: KnownPositives | None) -> Tensor:
+        """logsumexp of some banked rows over all of the bank's columns, from scratch, in blocks of rows."""
+        size = max(1, _BLOCK_SCORES // max(len(block.entries) for block in self.columns))
+        parts = []
+        for some in rows.split(size):
+            sums = [self._scores(some, block, known).logsumexp(1) for block in self.columns]
+            parts.append(torch.stack(sums).logsumexp(0))
+        return torch.cat(parts)
+
+
+def _indices(mask: Tensor, limit: int, first: Tensor | None = None) -> Tensor:
+    """Where ``mask`` is True.
+
+    On an accelerator, asking how many there are would stop the host until the device answers, so there the result has
+    a fixed length: ``limit`` rows, ``first`` among them, masked ones before others. A row too many does no harm.
+    """
+    if mask.device.type == "cpu":
+        return mask.nonzero().squeeze(1)
+    priority = mask.to(torch.float32)
+    if first is not None:
+        priority[first] = 2.0
+    return priority.topk(min(limit, mask.numel())).indices
