@@ -46,8 +46,8 @@ class BankedInfoNCE(nn.Module):
         mask_duplicates: leave out columns that hold a row's own positive again or another known positive of its
             query, by ids. False is the paper's behaviour. Without ids there is nothing to mask.
         bank_hard_negatives: keep hard negatives in the bank as columns.
-        drift_compensation: ``"mean"`` shifts each bank entry by how far its tower's running mean has moved since it
-            was inserted; ``"none"`` uses entries as they were, as the paper does.
+        drift_compensation: ``"mean"`` shifts each banked passage by how far the running mean of passages has moved
+            since it was inserted; ``"none"`` uses entries as they were, as the paper does.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as

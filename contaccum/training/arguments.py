@@ -70,7 +70,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     drift_compensation: str = field(
         default="mean",
         metadata={
-            "help": "mean: shift bank entries by how far their tower's mean moved since. none: as in the paper.",
+            "help": "mean: shift banked passages by how far the mean of passages moved since. none: as in the paper.",
             "choices": ("mean", "none"),
         },
     )
