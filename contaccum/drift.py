@@ -1,7 +1,7 @@
 """Drift: bank entries were made by an older encoder. This module estimates how far a tower has moved as a whole.
 
 Without that, an encoder can lower the loss by moving every new embedding away from every old one, because "new or
-old" is easier to learn than "relevant or not". It knows neither the loss nor the bank. docs/drift.md tells the story and its figures.
+old" is easier to learn than "relevant or not". It knows neither the loss nor the bank. docs/drift.md tells the story.
 """
 
 from __future__ import annotations

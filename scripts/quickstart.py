@@ -11,7 +11,6 @@ import importlib
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +34,7 @@ def main() -> int:
     from contaccum.data.beir_names import shipped_scifact
     from contaccum.data.pairs import load_training_data
     from contaccum.evaluation.beir import evaluate_beir
+    from contaccum.evaluation.provenance import git_commit, package_versions
     from contaccum.evaluation.results import write_result
     from contaccum.training.command import check_output_dir, load_model
     from contaccum.training.config import parse
@@ -93,7 +93,15 @@ def main() -> int:
         del trainer
 
     picture = draw_curves(logs, options.output_dir / "curves.png")
-    summary = {"precision": precision, "seed": options.seed, "rows": rows, "config": asdict(model_arguments)}
+    summary = {
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "seed": options.seed,
+        "data_fingerprint": data.fingerprint,
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+        "rows": rows,
+    }
     (options.output_dir / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     print_table(rows)
     print(f"\nmodel {options.output_dir / 'contaccum'}, results {options.output_dir}/*.json, curves {picture}")

@@ -1,0 +1,134 @@
+"""`contaccum bench update`: measure, print a table, and write JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from contaccum.errors import ConfigError
+
+# Kim, Lee and Kang (arXiv 2406.12356): update time over gradient accumulation's, BERT-base, N_total 512.
+PAPER = {"contaccum, bank 8192": 1.26, "grad_cache": 1.93}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def run(argv: Sequence[str]) -> int:
+    """``contaccum bench update [OPTIONS]``; returns the exit code."""
+    if not argv or argv[0] != "update":
+        given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
+        raise ConfigError(f"{given}say which: contaccum bench update --help")
+    options = _parse(argv[1:])
+    from contaccum.benchmarks.update import UpdateSettings, measure_updates
+    from contaccum.evaluation.provenance import git_commit, package_versions
+    from contaccum.evaluation.results import require_writable
+
+    output: Path = options.pop("output")
+    require_writable(output)
+    settings = UpdateSettings(**options)
+    settings.check()
+    records = measure_updates(settings, progress=lambda line: print(line, flush=True))
+    print(format_records(records))
+    result = {
+        "command": " ".join(["contaccum", "bench", *argv]),
+        "settings": asdict(settings),
+        "records": records,
+        "paper": PAPER,
+        "machine": machine(settings.device),
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+    }
+    output.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    draw(records, output.with_suffix(".png"))
+    print(f"written: {output} {output.with_suffix('.png')}")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog="contaccum bench update", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--backbone", default="minilm", help="bert-base, minilm or tiny (fresh weights), or a model")
+    parser.add_argument("--untied", dest="tied", action="store_false", help="two towers")
+    parser.add_argument("--local", type=int, default=8, help="pairs per micro-batch")
+    parser.add_argument("--total", type=int, nargs="+", default=[128], help="pairs per update")
+    parser.add_argument("--bank", type=int, nargs="+", default=[1024], help="bank sizes")
+    parser.add_argument("--methods", nargs="+", default=["grad_accum", "grad_cache", "contaccum", "pre_batch"])
+    parser.add_argument("--query_length", type=int, default=32)
+    parser.add_argument("--passage_length", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--bank_dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
+    parser.add_argument("--output", type=Path, default=Path("bench_update.json"))
+    return vars(parser.parse_args(list(argv)))
+
+
+def format_records(records: list[dict[str, Any]]) -> str:
+    """One line a cell."""
+    lines = [
+        f"{'total':>6} {'method':<11} {'bank':>7} {'s/update':>9} {'ratio':>6} {'pairs/s':>8} {'MB':>7} {'extra':>7}"
+    ]
+    for record in records:
+        numbers = [record.get(key) for key in ("ratio", "pairs_per_second", "memory_mb", "extra_memory_mb")]
+        shown = ["-" if x is None else f"{x:.{digits}f}" for x, digits in zip(numbers, (3, 1, 0, 0), strict=True)]
+        lines.append(
+            f"{record['total']:>6} {record['method']:<11} {record['bank']:>7} {record['seconds']:>9.3f} "
+            f"{shown[0]:>6} {shown[1]:>8} {shown[2]:>7} {shown[3]:>7}"
+        )
+    return "\n".join(lines)
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    """Update time over grad_accum's against the bank, or against pairs per update where the bank does not vary."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    banks = {record["bank"] for record in records if record["bank"]}
+    key = "bank" if len(banks) > 1 else "total"
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for method in dict.fromkeys(record["method"] for record in records):
+        rows = [r for r in records if r["method"] == method and r["ratio"] is not None]
+        if not rows:
+            continue
+        if key == "bank" and not any(r["bank"] for r in rows):
+            axes.axhline(rows[-1]["ratio"], linestyle=":", color="grey", linewidth=1)
+            axes.annotate(method, (max(banks), rows[-1]["ratio"]), fontsize=8, ha="right", va="bottom")
+            continue
+        rows.sort(key=lambda r: r[key])
+        axes.plot([r[key] for r in rows], [r["ratio"] for r in rows], marker="o", label=method)
+    if 8192 in banks:
+        axes.plot([8192], [PAPER["contaccum, bank 8192"]], "x", color="black", label="contaccum, as the paper reports")
+    axes.set(
+        xlabel="bank rows" if key == "bank" else "pairs per update", ylabel="update time / grad_accum", xscale="log"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpu": gpu}
