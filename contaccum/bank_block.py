@@ -19,6 +19,9 @@ from contaccum.memory_bank import NO_ID, MemoryBank
 _BLOCK_SCORES = 4_000_000  # scores held at once when rows are summed afresh (16 MB in float32)
 _CONVERTED_ROWS = 4096  # rows converted at once when the bank is stored in half precision
 
+EAGER_CPU = True
+"""On a CPU, look at values and count what they ask for. Tests turn it off, to run there what accelerators do."""
+
 
 class StoredRows:
     """Rows of a bank, (r, d), in whatever dtype they are stored; products are computed in ``dtype``."""
@@ -86,7 +89,9 @@ class BankBlock:
         self.positives = entries.positives
         self.row_query_ids = entries.query_ids[entries.positives]
         self.row_passage_ids = entries.passage_ids[entries.positives]
-        self.query_ids, self.passage_ids = entries.query_ids, entries.passage_ids
+        # On a CPU nothing that is not finite gets in; elsewhere it is marked, and left out of rows and columns.
+        self.marked = bank.passages.device.type != "cpu" or not EAGER_CPU
+        self.usable_rows = entries.usable[entries.positives] if self.marked else None
         self.columns = self._columns(slice(0, bank.fill))
 
     def _columns(self, slots: Tensor | slice) -> list[Columns]:
@@ -95,13 +100,20 @@ class BankBlock:
         places = torch.arange(self.bank.fill, device=passages.device)[slots]
         blocks = [
             Columns(
-                StoredRows(passages, self.dtype), places, entries.query_ids[slots], entries.passage_ids[slots], None
+                StoredRows(passages, self.dtype),
+                places,
+                entries.query_ids[slots],
+                entries.passage_ids[slots],
+                entries.usable[slots] if self.marked else None,
             )
         ]
         h = entries.negatives.shape[1]
         if h:
             ids = entries.negative_ids[slots].reshape(-1)
-            exists = (torch.arange(h, device=ids.device) < entries.negative_counts[slots][:, None]).reshape(-1)
+            exists = torch.arange(h, device=ids.device) < entries.negative_counts[slots][:, None]
+            if self.marked:
+                exists &= entries.usable[slots][:, None]
+            exists = exists.reshape(-1)
             nobody = torch.full_like(ids, -1)
             negatives = StoredRows(entries.negatives[slots].reshape(-1, self.bank.dim), self.dtype)
             blocks.append(Columns(negatives, nobody, torch.full_like(ids, NO_ID), ids, exists))
@@ -133,7 +145,7 @@ class BankBlock:
         """
         values = self.sums.value(len(self.rows))
         if known is not None:
-            touched = torch.isin(self.row_query_ids, local_query_ids) & (self.row_query_ids != NO_ID)
+            touched = self._rows_of(local_query_ids)
             rows = _indices(touched, limit=4 * local_query_ids.numel())
             if rows.numel():
                 values[rows] = self._summed(rows, known).double()
@@ -163,12 +175,17 @@ class BankBlock:
             self.sums.add(self._scores(slice(None), block, self.known))
         stale = self.sums.worn(count)
         if changed_query_ids is not None:
-            stale |= torch.isin(self.row_query_ids, changed_query_ids) & (self.row_query_ids != NO_ID)
-        stale[new_rows] = True
+            stale |= self._rows_of(changed_query_ids)
+        stale.index_fill_(0, new_rows, True)
         rows = _indices(stale, limit=new_rows.numel() + 4 * slots.numel(), first=new_rows)
         self.sums.set(rows, self._summed(rows, self.known))
         own = self.columns[0].entries.take(self.positives[new_rows])
         self.sums.positive[new_rows] = ((self.rows.take(new_rows) * own).sum(1) / self.temperature).double()
+
+    def _rows_of(self, query_ids: Tensor) -> Tensor:
+        """Bool (mq',): banked rows of any of these queries. (torch.isin may count on the host.)"""
+        rows = self.row_query_ids
+        return (rows[:, None] == query_ids).any(1) & (rows != NO_ID)
 
     def _scores(self, rows: Tensor | slice, block: Columns, known: KnownPositives | None) -> Tensor:
         """Masked scores of banked rows against a block of the bank's own columns."""
@@ -200,9 +217,9 @@ def _indices(mask: Tensor, limit: int, first: Tensor | None = None) -> Tensor:
     On an accelerator, asking how many there are would stop the host until the device answers, so there the result has
     a fixed length: ``limit`` rows, ``first`` among them, masked ones before others. A row too many does no harm.
     """
-    if mask.device.type == "cpu":
+    if mask.device.type == "cpu" and EAGER_CPU:
         return mask.nonzero().squeeze(1)
     priority = mask.to(torch.float32)
     if first is not None:
-        priority[first] = 2.0
+        priority.index_fill_(0, first, 2.0)
     return priority.topk(min(limit, mask.numel())).indices

@@ -69,7 +69,7 @@ class RunningMean(nn.Module):
         return [buffer.clone() for buffer in self.buffers()]
 
     @torch.no_grad()
-    def restore(self, state: list[Tensor]) -> None:
-        """Go back to a :meth:`snapshot`."""
+    def restore(self, state: list[Tensor], unless: Tensor) -> None:
+        """Go back to a :meth:`snapshot`, unless the bool scalar ``unless`` is True."""
         for buffer, value in zip(self.buffers(), state, strict=True):
-            buffer.copy_(value)
+            buffer.copy_(torch.where(unless, buffer, value))

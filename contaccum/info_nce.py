@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from contaccum import bank_block
 from contaccum.bank_block import BankBlock
 from contaccum.distributed import gather_batch, world_size
 from contaccum.drift import DRIFT_COMPENSATIONS, RunningMean
@@ -52,6 +53,11 @@ class BankedInfoNCE(nn.Module):
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as
             DistributedDataParallel does.
+        bank_device: where the bank lives and its scores are computed; None: with the embeddings. "cpu" holds banks that
+            an accelerator has no room for: only the micro-batch and its gradients travel, and the host waits for them.
+
+    On an accelerator no value is read on the host. A micro-batch that is not finite is not refused there but marked,
+    and its rows are left out; ``last["enqueued"]`` is then 0, a tensor.
 
     Attributes:
         bank: the :class:`MemoryBank`, None before the first call, which sets the embedding size.
@@ -88,6 +94,7 @@ class BankedInfoNCE(nn.Module):
         drift_compensation: Literal["mean", "none"] = "mean",
         bank_dtype: torch.dtype | None = None,
         gather_across_devices: bool = False,
+        bank_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_settings(bank_size, query_bank_size, temperature, similarity, normalize_by, drift_compensation)
@@ -101,6 +108,7 @@ class BankedInfoNCE(nn.Module):
         self.drift_compensation = drift_compensation
         self.bank_dtype = bank_dtype
         self.gather_across_devices = gather_across_devices
+        self.bank_device = None if bank_device is None else torch.device(bank_device)
         self.bank: MemoryBank | None = None
         self.log_sums: RunningLogSums | None = None
         self.passage_mean: RunningMean | None = None
@@ -131,7 +139,7 @@ class BankedInfoNCE(nn.Module):
         """
         check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
-        if any(bool(torch.isnan(x).any()) for x in inputs):
+        if self._may_look(queries) and any(bool(torch.isnan(x).any()) for x in inputs):
             raise ValueError(
                 "the embeddings of this micro-batch hold NaN: look for a learning rate too high, fp16 overflow "
                 "(bf16 has none), or empty texts under mean pooling. The bank is untouched."
@@ -139,18 +147,21 @@ class BankedInfoNCE(nn.Module):
         learning = torch.is_grad_enabled()
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
             dtype = torch.promote_types(queries.dtype, torch.float32)
-            local = [x.detach().to(dtype) for x in inputs]
-            ids: tuple[Tensor | None, ...] = (query_ids, passage_ids, negative_ids)
+            local = [x.detach().to(self.bank_device, dtype) for x in inputs]
+            ids: tuple[Tensor | None, ...] = tuple(
+                None if x is None else x.to(local[0].device) for x in (query_ids, passage_ids, negative_ids)
+            )
             own, ranks = slice(0, queries.shape[0]), 1
             if self.gather_across_devices and world_size() > 1:
                 local, ids, own = gather_batch(local, ids)
                 ranks = world_size()
             needs_gradient = learning and any(x.requires_grad for x in inputs)
             loss, gradients = self._micro_step(local, ids, needs_gradient, enqueue=self.training and learning)
+            loss = loss.to(queries.device)
             if not needs_gradient:
                 return loss
             # Every rank computed the loss of the whole batch, and a reduction that averages follows.
-            parts = [(g[own] * ranks).to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
+            parts = [(g[own] * ranks).to(x.device, x.dtype) for g, x in zip(gradients, inputs, strict=True)]
         return _LossWithGradients.apply(loss, parts, *inputs)
 
     def _micro_step(
@@ -218,8 +229,13 @@ class BankedInfoNCE(nn.Module):
                 log_sums, positives = log_sums + shifts, positives + shifts
             row_log_sum = torch.logaddexp(log_sums, row_scores.double().logsumexp(1))
             bank_losses = (row_log_sum - positives).to(scores.dtype)
+            if bank.usable_rows is not None:
+                bank_losses = torch.where(bank.usable_rows, bank_losses, torch.zeros_like(bank_losses))
 
-        rows = n if self.normalize_by == "local" else n + bank_losses.numel()
+        rows: Tensor | int = n
+        if self.normalize_by == "all":
+            usable = None if bank is None else bank.usable_rows
+            rows = n + (bank_losses.numel() if usable is None else usable.sum())
         loss = (local_losses.sum() + bank_losses.sum()) / rows
         gradients: list[Tensor] = []
         if needs_gradient:
@@ -233,7 +249,10 @@ class BankedInfoNCE(nn.Module):
                 if shift is not None:
                     query_gradient += weights.sum(1, keepdim=True) * shift
             if bank is not None and row_scores is not None and row_log_sum is not None:
-                column_gradient += bank.rows.weighted_sum(_softmax(row_scores, row_log_sum).T)
+                weights = _softmax(row_scores, row_log_sum)
+                if bank.usable_rows is not None:
+                    weights = torch.where(bank.usable_rows[:, None], weights, torch.zeros_like(weights))
+                column_gradient += bank.rows.weighted_sum(weights.T)
             gradients = [query_gradient, column_gradient[:n]]
             if negatives is not None:
                 gradients.append(column_gradient[n:].reshape(negatives.shape))
@@ -244,13 +263,19 @@ class BankedInfoNCE(nn.Module):
                     for g, u, norm in zip(gradients, local, norms, strict=True)
                 ]
 
-        enqueued = 0
+        enqueued: Tensor | int = 0
         if enqueue and self.bank is not None:
-            if bool(torch.isfinite(loss)):
+            finite = torch.isfinite(loss)
+            if not self._may_look(loss):
+                for x in local:
+                    finite = finite & torch.isfinite(x).all()
+                self._enqueue(bank, queries, passages, negatives, ids, finite)
+                enqueued = finite * n
+            elif bool(finite):
                 self._enqueue(bank, queries, passages, negatives, ids)
                 enqueued = n
-            elif before is not None and self.passage_mean is not None:
-                self.passage_mean.restore(before)
+            if before is not None and self.passage_mean is not None:
+                self.passage_mean.restore(before, unless=finite)
         self.last = {
             "loss": loss,
             "local_loss": local_losses.mean(),
@@ -263,6 +288,11 @@ class BankedInfoNCE(nn.Module):
             "enqueued": enqueued,
         }
         return loss, gradients
+
+    @staticmethod
+    def _may_look(tensor: Tensor) -> bool:
+        """Whether values may be read on the host: on an accelerator that would wait for the device."""
+        return tensor.device.type == "cpu" and bank_block.EAGER_CPU
 
     def _bank_block(self, dtype: torch.dtype) -> BankBlock | None:
         """The bank for this micro-step, with the known positives among its own pairs; None while it is empty."""
@@ -288,6 +318,8 @@ class BankedInfoNCE(nn.Module):
         if self.bank is None:
             self._make_bank(dim, h, self.bank_dtype or like.dtype, like.dtype, like.device)
         assert self.bank is not None
+        if self.bank.passages.device != like.device:
+            self.to(like.device)  # the model moved, or a state was loaded elsewhere
         if dim != self.bank.dim:
             raise ValueError(
                 f"embeddings of size {dim} do not fit the bank of size {self.bank.dim}: a loss belongs to one encoder. "
@@ -311,6 +343,7 @@ class BankedInfoNCE(nn.Module):
         passages: Tensor,
         negatives: Tensor | None,
         ids: tuple[Tensor | None, ...],
+        finite: Tensor | None = None,
     ) -> None:
         assert self.bank is not None
         query_ids, passage_ids, negative_ids = ids
@@ -327,7 +360,7 @@ class BankedInfoNCE(nn.Module):
             changed = gone if query_ids is None else torch.cat([gone, query_ids.long()])
         if bank is not None:
             bank.remove(evicted)
-        self.bank.enqueue(queries, passages, negatives, query_ids, passage_ids, negative_ids)
+        self.bank.enqueue(queries, passages, negatives, query_ids, passage_ids, negative_ids, finite)
         grown = self._bank_block(queries.dtype)
         if grown is not None:
             grown.add(slots, new_rows, changed)

@@ -68,8 +68,9 @@ class RunningLogSums(nn.Module):
     @torch.no_grad()
     def set(self, rows: Tensor | slice, log_sums: Tensor) -> None:
         """Replace the value of ``rows`` by freshly summed ones."""
-        self.reference[rows] = log_sums.double()
-        self.total[rows] = 1.0
+        empty = log_sums == -torch.inf  # a row without a column
+        self.reference[rows] = log_sums.double().masked_fill(empty, 0.0)
+        self.total[rows] = (~empty).double()
         self.mass[rows] = 1.0
 
     def worn(self, count: int) -> Tensor:

@@ -29,7 +29,8 @@ class ContAccumLoss(nn.Module):
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank.
-        query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation, bank_dtype: as in
+        query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation, bank_dtype,
+            bank_device: as in
             :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
 
     Requirements:
@@ -91,6 +92,7 @@ class ContAccumLoss(nn.Module):
         bank_hard_negatives: bool = True,
         drift_compensation: Literal["mean", "none"] = "mean",
         bank_dtype: torch.dtype | None = None,
+        bank_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if not scale > 0:
@@ -115,6 +117,7 @@ class ContAccumLoss(nn.Module):
             "drift_compensation": drift_compensation,
             "bank_dtype": bank_dtype,
             "gather_across_devices": gather_across_devices,
+            "bank_device": bank_device,
         }
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
         self.info_nces = nn.ModuleDict({})
@@ -180,7 +183,8 @@ class ContAccumLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}
-        config["bank_dtype"] = None if config["bank_dtype"] is None else str(config["bank_dtype"])
+        for key in ("bank_dtype", "bank_device"):
+            config[key] = None if config[key] is None else str(config[key])
         return {"scale": self.scale, "similarity_fct": self.similarity_fct.__name__, **config}
 
     @property

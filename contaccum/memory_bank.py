@@ -31,6 +31,7 @@ class BankEntries(NamedTuple):
     negative_counts: Tensor  # (m',) how many of a row's h hard negatives exist
     positives: Tensor  # (mq',)
     inserted_at: Tensor  # (m',) the micro-step, counted from 0, at which each passage row came
+    usable: Tensor  # bool (m',); False: the pair was not finite and its row holds zeros
 
 
 class MemoryBank(nn.Module):
@@ -60,6 +61,7 @@ class MemoryBank(nn.Module):
     negative_ids: Tensor
     negative_counts: Tensor
     inserted_at: Tensor
+    usable: Tensor
     enqueued: Tensor
     micro_steps: Tensor
 
@@ -104,6 +106,7 @@ class MemoryBank(nn.Module):
         self.register_buffer("negative_ids", ids(bank_size, hard_negatives))
         self.register_buffer("negative_counts", torch.zeros(bank_size, dtype=torch.int64, device=device))
         self.register_buffer("inserted_at", torch.zeros(bank_size, dtype=torch.int64, device=device))
+        self.register_buffer("usable", torch.ones(bank_size, dtype=torch.bool, device=device))
         # Pairs and micro-steps seen since the start. Pointer and fill count follow from the first, so one
         # number in the state restores both. The Python twin spares a device read at every micro-step.
         self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64, device=device))
@@ -137,6 +140,7 @@ class MemoryBank(nn.Module):
         query_ids: Tensor | None = None,
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
+        finite: Tensor | None = None,
     ) -> None:
         """Append a micro-batch, overwriting the oldest rows. Of a micro-batch larger than the bank the last rows stay.
 
@@ -145,13 +149,24 @@ class MemoryBank(nn.Module):
             negatives: (n, h', d) with h' <= ``hard_negatives``, or None.
             query_ids, passage_ids: int64 (n,), or None.
             negative_ids: int64 (n, h'), or None.
+            finite: a bool scalar on the bank's device that says whether the micro-batch may be used, for a caller on an
+                accelerator: looking at the values there would make the host wait. Where it is False the rows are
+                written as zeros and marked in ``usable``. None: look, and refuse.
 
         Raises:
             ValueError: for a shape that does not fit, or a value that is NaN or infinite. Nothing is stored then.
 
         The write is in place: whoever keeps views of the bank for a backward pass must be done with them.
         """
-        self._check_batch(queries, passages, negatives, query_ids, passage_ids, negative_ids)
+        self._check_batch(queries, passages, negatives, query_ids, passage_ids, negative_ids, look=finite is None)
+        if finite is not None:
+            queries, passages = (torch.where(finite, x, torch.zeros_like(x)) for x in (queries, passages))
+            negatives = None if negatives is None else torch.where(finite, negatives, torch.zeros_like(negatives))
+            # Nor is the pair known from then on: masks would remember it.
+            query_ids, passage_ids, negative_ids = (
+                None if ids is None else torch.where(finite, ids.long(), NO_ID)
+                for ids in (query_ids, passage_ids, negative_ids)
+            )
         n = queries.shape[0]
         h = 0 if negatives is None else negatives.shape[1]
         for slots, source in self._slots(n, self.bank_size):
@@ -165,6 +180,7 @@ class MemoryBank(nn.Module):
                 if negative_ids is not None:
                     self.negative_ids[slots, :h] = negative_ids[source].to(self.negative_ids)
             self.inserted_at[slots] = self.micro_steps
+            self.usable[slots] = True if finite is None else finite
         for slots, source in self._slots(n, self.query_bank_size):
             self.queries[slots] = queries[source].to(self.queries)
         self._enqueued += n
@@ -219,6 +235,7 @@ class MemoryBank(nn.Module):
             self.negative_counts[:m],
             positives,
             self.inserted_at[:m],
+            self.usable[:m],
         )
 
     def ages(self) -> Tensor:
@@ -252,6 +269,7 @@ class MemoryBank(nn.Module):
         query_ids: Tensor | None,
         passage_ids: Tensor | None,
         negative_ids: Tensor | None,
+        look: bool,
     ) -> None:
         check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
         if queries.shape[1] != self.dim:
@@ -265,7 +283,7 @@ class MemoryBank(nn.Module):
                 f"make it with hard_negatives={negatives.shape[1]}, or pass the batch with the most of them first."
             )
         for name, tensor in (("queries", queries), ("passages", passages), ("negatives", negatives)):
-            if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            if look and tensor is not None and not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{name} hold NaN or infinite values; a bank would keep them for many updates.")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

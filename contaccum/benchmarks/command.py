@@ -1,4 +1,4 @@
-"""`contaccum bench update`: measure, print a table, and write JSON and a picture."""
+"""`contaccum bench update` and `contaccum bench trainer`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update [OPTIONS]``; returns the exit code."""
-    if not argv or argv[0] != "update":
+    """``contaccum bench update|trainer [OPTIONS]``; returns the exit code."""
+    if not argv or argv[0] not in ("update", "trainer"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update --help")
-    options = _parse(argv[1:])
+        raise ConfigError(f"{given}say which: contaccum bench update, or contaccum bench trainer")
+    options = _parse(argv[0], argv[1:])
+    from contaccum.benchmarks.trainers import measure_trainers
     from contaccum.benchmarks.update import UpdateSettings, measure_updates
     from contaccum.evaluation.provenance import git_commit, package_versions
     from contaccum.evaluation.results import require_writable
@@ -35,8 +36,9 @@ def run(argv: Sequence[str]) -> int:
     require_writable(output)
     settings = UpdateSettings(**options)
     settings.check()
-    records = measure_updates(settings, progress=lambda line: print(line, flush=True))
-    print(format_records(records))
+    measure = measure_updates if argv[0] == "update" else measure_trainers
+    records = measure(settings, progress=lambda line: print(line, flush=True))
+    print(format_records(records) if argv[0] == "update" else format_trainers(records))
     result = {
         "command": " ".join(["contaccum", "bench", *argv]),
         "settings": asdict(settings),
@@ -46,14 +48,17 @@ def run(argv: Sequence[str]) -> int:
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    draw(records, output.with_suffix(".png"))
-    print(f"written: {output} {output.with_suffix('.png')}")
+    print(f"written: {output}")
+    if argv[0] == "update":
+        draw(records, output.with_suffix(".png"))
+        print(f"written: {output.with_suffix('.png')}")
     return 0
 
 
-def _parse(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(prog="contaccum bench update", description=__doc__, allow_abbrev=False)
+def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog=f"contaccum bench {what}", description=__doc__, allow_abbrev=False)
     parser.add_argument("--backbone", default="minilm", help="bert-base, minilm or tiny (fresh weights), or a model")
     parser.add_argument("--untied", dest="tied", action="store_false", help="two towers")
     parser.add_argument("--local", type=int, default=8, help="pairs per micro-batch")
@@ -69,7 +74,7 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
-    parser.add_argument("--output", type=Path, default=Path("bench_update.json"))
+    parser.add_argument("--output", type=Path, default=Path(f"bench_{what}.json"))
     return vars(parser.parse_args(list(argv)))
 
 
@@ -84,6 +89,18 @@ def format_records(records: list[dict[str, Any]]) -> str:
         lines.append(
             f"{record['total']:>6} {record['method']:<11} {record['bank']:>7} {record['seconds']:>9.3f} "
             f"{shown[0]:>6} {shown[1]:>8} {shown[2]:>7} {shown[3]:>7}"
+        )
+    return "\n".join(lines)
+
+
+def format_trainers(records: list[dict[str, Any]]) -> str:
+    """One line a method."""
+    lines = [f"{'total':>6} {'method':<11} {'ours':>8} {'theirs':>8}  pairs/s, and ours over theirs"]
+    for r in records:
+        lines.append(
+            f"{r['total']:>6} {r['method']:<11} {r['pairs_per_second']:>8.1f} "
+            f"{r['pairs_per_second_sentence_transformers']:>8.1f}  {r['speedup']:.3f} "
+            f"({r['speedup_low']:.3f} to {r['speedup_high']:.3f})"
         )
     return "\n".join(lines)
 

@@ -78,6 +78,10 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         default=None,
         metadata={"help": "Storage dtype of the bank. Default: that of the embeddings, float32 at least."},
     )
+    bank_device: str | None = field(
+        default=None,
+        metadata={"help": "Where the bank lives. Default: with the model; cpu for banks that the GPU has no room for."},
+    )
     gather_across_devices: bool = field(
         default=False, metadata={"help": "Build the batch of all devices before the loss."}
     )

@@ -47,7 +47,8 @@ class TrainLogCallback(TrainerCallback):
         self.trainer.update, self.trainer._update_started = {}, 0.0
         if not state.is_world_process_zero:
             return
-        print(describe_run(self.trainer), flush=True)
+        if not self.trainer.quiet:
+            print(describe_run(self.trainer), flush=True)
         os.makedirs(str(args.output_dir), exist_ok=True)
         with open(os.path.join(str(args.output_dir), RUN_RECORD), "w", encoding="utf-8") as file:
             json.dump(run_record(self.trainer), file, indent=2, default=str)

@@ -46,6 +46,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         train_dataset: columns in order query, positive, then any number of negatives.
         loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
         data_fingerprint: written into ``run.json``; None: computed from the texts.
+        quiet: do not print what the run will do.
         Others: as in SentenceTransformerTrainer.
 
     Prompts and routes: unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded
@@ -79,6 +80,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: Any = None,
         *,
         data_fingerprint: str | None = None,
+        quiet: bool = False,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -96,6 +98,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         elif loss is None:
             loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
         self.data_fingerprint = data_fingerprint
+        self.quiet = quiet
         self.tower_grad_norms: TowerGradNorms | None = None
         self._batch_samplers: list[DefaultBatchSampler] = []
         self.update: dict[str, Any] = {}
@@ -259,6 +262,7 @@ def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> n
             bank_hard_negatives=args.bank_hard_negatives,
             drift_compensation=args.drift_compensation,  # type: ignore[arg-type]  # checked by the arguments
             bank_dtype=None if args.bank_dtype is None else BANK_DTYPES[args.bank_dtype],
+            bank_device=args.bank_device,
             **common,
         )
     if args.method == "grad_cache":

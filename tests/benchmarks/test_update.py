@@ -63,6 +63,18 @@ def test_command_writes_figures_their_command_and_a_picture(tmp_path: Path) -> N
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_trainers_are_compared_at_the_same_settings(tmp_path: Path) -> None:
+    output = tmp_path / "trainer.json"
+    arguments = ["--backbone=tiny", "--local=2", "--total", "4", "--repeats=1", "--methods", "grad_accum", "grad_cache"]
+    assert main(["bench", "trainer", *arguments, "--query_length=4", "--passage_length=6", f"--output={output}"]) == 0
+    records = json.loads(output.read_text())["records"]
+    assert [r["method"] for r in records] == ["grad_accum", "grad_cache"]
+    for r in records:
+        theirs = r["pairs_per_second_sentence_transformers"]
+        assert r["speedup"] == pytest.approx(r["pairs_per_second"] / theirs)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"methods": ["contacum"]}, "contacum"), ({"total": [12]}, "not a multiple"), ({"precision": "int8"}, "int8")],
