@@ -1,4 +1,4 @@
-"""`contaccum bench update` and `contaccum bench trainer`: measure, print a table, write JSON (and a picture)."""
+"""`contaccum bench update|trainer|loss`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer [OPTIONS]``; returns the exit code."""
-    if not argv or argv[0] not in ("update", "trainer"):
+    """``contaccum bench update|trainer|loss [OPTIONS]``; returns the exit code."""
+    if not argv or argv[0] not in ("update", "trainer", "loss"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, or contaccum bench trainer")
+        raise ConfigError(f"{given}say which: contaccum bench update, trainer or loss")
     options = _parse(argv[0], argv[1:])
+    from contaccum.benchmarks.loss import measure_loss
     from contaccum.benchmarks.trainers import measure_trainers
     from contaccum.benchmarks.update import UpdateSettings, measure_updates
     from contaccum.evaluation.provenance import git_commit, package_versions
@@ -36,9 +37,13 @@ def run(argv: Sequence[str]) -> int:
     require_writable(output)
     settings = UpdateSettings(**options)
     settings.check()
-    measure = measure_updates if argv[0] == "update" else measure_trainers
+    measure, show = {
+        "update": (measure_updates, format_records),
+        "trainer": (measure_trainers, format_trainers),
+        "loss": (measure_loss, format_loss),
+    }[argv[0]]
     records = measure(settings, progress=lambda line: print(line, flush=True))
-    print(format_records(records) if argv[0] == "update" else format_trainers(records))
+    print(show(records))
     result = {
         "command": " ".join(["contaccum", "bench", *argv]),
         "settings": asdict(settings),
@@ -101,6 +106,26 @@ def format_trainers(records: list[dict[str, Any]]) -> str:
             f"{r['total']:>6} {r['method']:<11} {r['pairs_per_second']:>8.1f} "
             f"{r['pairs_per_second_sentence_transformers']:>8.1f}  {r['speedup']:.3f} "
             f"({r['speedup_low']:.3f} to {r['speedup_high']:.3f})"
+        )
+    return "\n".join(lines)
+
+
+def format_loss(records: list[dict[str, Any]]) -> str:
+    """One line a bank size."""
+    lines = [f"{'bank':>7} {'ms':>9} {'dense ms':>10} {'speedup':>8} {'grad error':>11} {'MB':>7} {'stored MB':>10}"]
+    for r in records:
+        cells = [
+            "-" if r.get(key) is None else format(r[key], spec)
+            for key, spec in (
+                ("dense_milliseconds", ".1f"),
+                ("speedup", ".1f"),
+                ("gradient_error", ".1e"),
+                ("memory_mb", ".0f"),
+            )
+        ]
+        lines.append(
+            f"{r['bank']:>7} {r['milliseconds']:>9.2f} {cells[0]:>10} {cells[1]:>8} {cells[2]:>11} {cells[3]:>7} "
+            f"{r['stored_mb']:>10.0f}"
         )
     return "\n".join(lines)
 

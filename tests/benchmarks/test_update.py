@@ -64,6 +64,16 @@ def test_command_writes_figures_their_command_and_a_picture(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_loss_is_linear_in_memory_and_equals_the_dense_one(tmp_path: Path) -> None:
+    output = tmp_path / "loss.json"
+    assert main(["bench", "loss", "--bank", "1024", "8192", "--repeats=3", "--threads=1", f"--output={output}"]) == 0
+    small, large = json.loads(output.read_text())["records"]
+    assert small["gradient_error"] < 1e-5 and large["gradient_error"] < 1e-5
+    assert large["memory_mb"] < 1.5 * large["stored_mb"] + 64
+    assert large["speedup"] > small["speedup"] > 3  # measured at rest: 18 and 120
+
+
+@pytest.mark.slow
 def test_trainers_are_compared_at_the_same_settings(tmp_path: Path) -> None:
     output = tmp_path / "trainer.json"
     arguments = ["--backbone=tiny", "--local=2", "--total", "4", "--repeats=1", "--methods", "grad_accum", "grad_cache"]
