@@ -16,8 +16,8 @@ from contaccum.duplicates import KnownPositives
 from contaccum.log_sums import RunningLogSums
 from contaccum.memory_bank import NO_ID, MemoryBank
 
-_BLOCK_SCORES = 4_000_000  # scores held at once when rows are summed afresh (16 MB in float32)
-_CONVERTED_ROWS = 4096  # rows converted at once when the bank is stored in half precision
+_BLOCK_SCORES = 1_000_000  # scores held at once when rows are summed afresh (4 MB in float32, and copies)
+_CHUNK_ROWS = 8192  # rows of the bank that one product takes at most
 
 EAGER_CPU = True
 """On a CPU, look at values and count what they ask for. Tests turn it off, to run there what accelerators do."""
@@ -38,19 +38,16 @@ class StoredRows:
 
     def scores(self, embeddings: Tensor) -> Tensor:
         """Inner products of (k, d) embeddings with every row: (k, r)."""
-        if self.stored.dtype == self.dtype:
-            return embeddings @ self.stored.T
-        # A converted copy of the whole bank would cost more memory than half precision saves.
-        parts = [embeddings @ part.to(self.dtype).T for part in self.stored.split(_CONVERTED_ROWS)]
-        return torch.cat(parts, dim=1) if parts else embeddings.new_zeros(embeddings.shape[0], 0)
+        # In chunks: a half-precision bank converted whole, or the copy of a large matrix that a CPU's matrix
+        # library packs for itself, would cost more memory than the bank.
+        parts = [embeddings @ part.to(self.dtype).T for part in self.stored.split(_CHUNK_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(k, r) weights times the rows: (k, d)."""
-        if self.stored.dtype == self.dtype:
-            return weights @ self.stored
         total = weights.new_zeros(weights.shape[0], self.stored.shape[1])
-        for part, share in zip(self.stored.split(_CONVERTED_ROWS), weights.split(_CONVERTED_ROWS, dim=1), strict=True):
-            total += share @ part.to(self.dtype)
+        for part, share in zip(self.stored.split(_CHUNK_ROWS), weights.split(_CHUNK_ROWS, dim=1), strict=True):
+            total.addmm_(share, part.to(self.dtype))
         return total
 
 

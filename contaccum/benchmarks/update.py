@@ -166,13 +166,18 @@ class Update:
 
     def _fill(self, bank: int, dimension: int) -> None:
         """A full bank: the cost that lasts."""
-        for start in range(0, bank, 1024):
-            n = min(1024, bank - start)
-            rows = [torch.randn(n, dimension, device=self.settings.device) for _ in range(2)]
-            if isinstance(self.loss, DenseContAccumLoss):
-                self.loss.fill(*(nn.functional.normalize(x, dim=-1) for x in rows))
-            else:
-                self.loss.compute_loss_from_embeddings(rows)
+
+        def rows(n: int) -> list[Tensor]:
+            return [torch.randn(n, dimension, device=self.settings.device) for _ in range(2)]
+
+        if isinstance(self.loss, DenseContAccumLoss):
+            self.loss.fill(*(nn.functional.normalize(x, dim=-1) for x in rows(bank)))
+        elif bank:
+            self.loss.compute_loss_from_embeddings(rows(self.size))
+            # Straight into the bank: the next micro-step, which warms up, sums all rows afresh.
+            for start in range(0, bank, 1024):
+                units = [nn.functional.normalize(x, dim=-1) for x in rows(min(1024, bank - start))]
+                self.loss.info_nce.bank.enqueue(*units)
 
     def _features(self, length: int, task: str) -> dict[str, Any]:
         vocabulary = self.model.transformers_model.config.vocab_size

@@ -11,6 +11,12 @@ def peak_memory_mb(device: torch.device | str | None = None) -> float:
     """Peak since the process started (or since CUDA's peak statistics were reset)."""
     if device is not None and torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        # Not getrusage, whose peak a child process takes over from its parent.
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 2**10
+    except (OSError, StopIteration):
+        pass
     if sys.platform == "win32":
         import psutil
 
