@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 from contaccum import bank_block
 from contaccum.bank_block import BankBlock
 from contaccum.distributed import gather_batch, world_size
-from contaccum.drift import DRIFT_COMPENSATIONS, RunningMean
+from contaccum.drift import RunningMean
 from contaccum.duplicates import KnownPositives
 from contaccum.errors import ConfigError
 from contaccum.log_sums import RunningLogSums
 from contaccum.memory_bank import NO_ID, MemoryBank, check_embeddings
+from contaccum.settings import check_settings
 
 
 class BankedInfoNCE(nn.Module):
@@ -420,38 +421,3 @@ class _LossWithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)
-
-
-def check_settings(
-    bank_size: int,
-    query_bank_size: int | None,
-    temperature: float,
-    similarity: str,
-    normalize_by: str,
-    drift_compensation: str,
-) -> None:
-    """Refuse settings that cannot work, before anything is allocated.
-
-    Raises:
-        ConfigError: naming the setting, its value and the way out.
-    """
-    if not isinstance(bank_size, int) or bank_size < 0:
-        raise ConfigError(f"bank_size must be a whole number of at least 0, got {bank_size!r}")
-    if query_bank_size is not None:
-        if not isinstance(query_bank_size, int) or query_bank_size < 0:
-            raise ConfigError(f"query_bank_size must be a whole number of at least 0, got {query_bank_size!r}")
-        if query_bank_size > bank_size:
-            raise ConfigError(
-                f"query_bank_size={query_bank_size} is larger than bank_size={bank_size}: a banked query needs the "
-                "passage it came with. Raise bank_size or lower query_bank_size."
-            )
-    if not 0 < temperature < float("inf"):
-        raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
-    choices = {
-        "similarity": (similarity, ("dot", "cos")),
-        "normalize_by": (normalize_by, ("local", "all")),
-        "drift_compensation": (drift_compensation, DRIFT_COMPENSATIONS),
-    }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from contaccum.errors import ConfigError
-from contaccum.info_nce import check_settings
+from contaccum.settings import check_settings
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
