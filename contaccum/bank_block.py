@@ -201,11 +201,13 @@ class BankBlock:
     def _summed(self, rows: Tensor, known: KnownPositives | None) -> Tensor:
         """logsumexp of some banked rows over all of the bank's columns, from scratch, in blocks of rows."""
         size = max(1, _BLOCK_SCORES // max(len(block.entries) for block in self.columns))
-        parts = []
-        for some in rows.split(size):
+        # One result made beforehand: small tensors kept between large ones would hold the allocator's heap apart.
+        result = torch.empty(rows.numel(), dtype=self.dtype, device=rows.device)
+        for start in range(0, rows.numel(), size):
+            some = rows[start : start + size]
             sums = [self._scores(some, block, known).logsumexp(1) for block in self.columns]
-            parts.append(torch.stack(sums).logsumexp(0))
-        return torch.cat(parts)
+            torch.logsumexp(torch.stack(sums), 0, out=result[start : start + size])
+        return result
 
 
 def _indices(mask: Tensor, limit: int, first: Tensor | None = None) -> Tensor:
