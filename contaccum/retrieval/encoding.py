@@ -231,10 +231,11 @@ def _encode_by_tokens(
             return out[:, : model.truncate_dim].float().cpu().numpy()
 
     # No more batches at a time than texts that the caller wants in memory.
+    plural = "queries" if kind == "query" else "documents"
     threads = min(torch.get_num_threads(), batch_size) if on_cpu and _may_run_in_threads(model) else 1
     with (
         _batch_map(threads) as batch_map,
-        tqdm(total=len(texts), unit=f" {kind}s", desc=f"Encoding {kind}s", disable=not show_progress) as progress,
+        tqdm(total=len(texts), unit=f" {plural}", desc=f"Encoding {plural}", disable=not show_progress) as progress,
     ):
         for start, window in _windows(texts, model.max_seq_length):
             features = model.preprocess(window, prompt=prompt, task=kind)
