@@ -117,15 +117,13 @@ class BankBlock:
         return blocks
 
     def local_scores(
-        self, block: Columns, queries: Tensor, known: KnownPositives | None, query_ids: Tensor, passage_ids: Tensor
-    ) -> Tensor:
-        """Masked scores of local queries (n, d) against a block of columns: (n, c)."""
-        scores = block.entries.scores(queries) / self.temperature
-        if known is not None:
-            mask = known.mask(query_ids, passage_ids, block.query_ids, block.passage_ids)
-            scores.masked_fill_(mask, -torch.inf)
-        if block.exists is not None:
-            scores.masked_fill_(~block.exists, -torch.inf)
+        self, queries: Tensor, known: KnownPositives | None, query_ids: Tensor, passage_ids: Tensor
+    ) -> list[Tensor]:
+        """Masked scores of local queries (n, d) against each block of columns: (n, c) each."""
+        scores = []
+        for block in self.columns:
+            mask = None if known is None else known.mask(query_ids, passage_ids, block.query_ids, block.passage_ids)
+            scores.append(_masked(block.entries.scores(queries) / self.temperature, mask, block.exists))
         return scores
 
     def row_scores(self, columns: Tensor) -> Tensor:
@@ -190,13 +188,11 @@ class BankBlock:
             scores = self.rows.scores(block.entries.take(slice(None))).T / self.temperature
         else:
             scores = block.entries.scores(self.rows.take(rows)) / self.temperature
+        mask = None
         if known is not None:
             mask = known.mask(self.row_query_ids[rows], self.row_passage_ids[rows], block.query_ids, block.passage_ids)
             mask &= self.positives[rows][:, None] != block.slots
-            scores = scores.masked_fill(mask, -torch.inf)
-        if block.exists is not None:
-            scores = scores.masked_fill(~block.exists, -torch.inf)
-        return scores
+        return _masked(scores, mask, block.exists)
 
     def _summed(self, rows: Tensor, known: KnownPositives | None) -> Tensor:
         """logsumexp of some banked rows over all of the bank's columns, from scratch, in blocks of rows."""
@@ -208,6 +204,15 @@ class BankBlock:
             sums = [self._scores(some, block, known).logsumexp(1) for block in self.columns]
             torch.logsumexp(torch.stack(sums), 0, out=result[start : start + size])
         return result
+
+
+def _masked(scores: Tensor, mask: Tensor | None, exists: Tensor | None) -> Tensor:
+    """``scores``, in place, with -inf where ``mask`` says so and in columns that do not exist."""
+    if mask is not None:
+        scores.masked_fill_(mask, -torch.inf)
+    if exists is not None:
+        scores.masked_fill_(~exists, -torch.inf)
+    return scores
 
 
 def _indices(mask: Tensor, limit: int, first: Tensor | None = None) -> Tensor:

@@ -170,10 +170,9 @@ class BankedInfoNCE(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Loss and gradients of a micro-batch of detached embeddings; then, if asked, its entry into the bank."""
         norms: list[Tensor] = []
-        raw = local
         if self.similarity == "cos":
-            norms = [x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in raw]
-            local = [x / norm for x, norm in zip(raw, norms, strict=True)]
+            norms = [x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in local]
+            local = [x / norm for x, norm in zip(local, norms, strict=True)]
         queries, passages = local[0], local[1]
         negatives = local[2] if len(local) > 2 else None
         n, d = queries.shape
@@ -205,15 +204,14 @@ class BankedInfoNCE(nn.Module):
         # where float32 has two digits after the point, and there are only n (n + m) of them.
         positive = scores[own, own].double()
         log_sum, top = scores.double().logsumexp(1), scores.amax(1)
-        bank_scores = []
-        for block in bank.columns if bank is not None else []:
-            assert bank is not None
-            block_scores = bank.local_scores(block, queries, known, query_ids, passage_ids)
-            if shift is not None:
-                block_scores += (queries @ shift / self.temperature)[:, None]
+        blocks = [] if bank is None else bank.columns
+        bank_scores = [] if bank is None else bank.local_scores(queries, known, query_ids, passage_ids)
+        shifted = None if shift is None else (queries @ shift / self.temperature)[:, None]
+        for block_scores in bank_scores:
+            if shifted is not None:
+                block_scores += shifted
             log_sum = torch.logaddexp(log_sum, block_scores.double().logsumexp(1))
             top = torch.maximum(top, block_scores.amax(1))
-            bank_scores.append(block_scores)
         local_losses = (log_sum - positive).to(scores.dtype)
 
         # Bank rows: m x c scores; their m x m part has no gradient and comes in as one number per row.
@@ -244,7 +242,7 @@ class BankedInfoNCE(nn.Module):
             weights[own, own] -= 1
             query_gradient = weights @ columns
             column_gradient = weights.T @ queries
-            for block, block_scores in zip(bank.columns if bank is not None else [], bank_scores, strict=True):
+            for block, block_scores in zip(blocks, bank_scores, strict=True):
                 weights = _softmax(block_scores, log_sum)
                 query_gradient += block.entries.weighted_sum(weights)
                 if shift is not None:
@@ -282,8 +280,7 @@ class BankedInfoNCE(nn.Module):
             "local_loss": local_losses.mean(),
             "bank_loss": bank_losses.mean() if bank_losses.numel() else bank_losses.sum(),
             "local_accuracy": (positive >= top.double()).to(loss.dtype).mean(),
-            "columns": columns.shape[0]
-            + sum(len(block.entries) for block in (bank.columns if bank is not None else [])),
+            "columns": columns.shape[0] + sum(len(block.entries) for block in blocks),
             "bank_rows": bank_losses.numel(),
             "bank_fill": 0 if self.bank is None else self.bank.fill,
             "enqueued": enqueued,
