@@ -7,6 +7,7 @@ here are between stored entries; a common shift of the columns (drift) adds ``ro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from contaccum.duplicates import KnownPositives
 from contaccum.log_sums import RunningLogSums
 from contaccum.memory_bank import NO_ID, MemoryBank
 
-_BLOCK_SCORES = 1_000_000  # scores held at once when rows are summed afresh (4 MB in float32, and copies)
-_CHUNK_ROWS = 8192  # rows of the bank that one product takes at most
+_CHUNK_ROWS, _ACCELERATOR_CHUNK_ROWS = 2048, 16384  # rows of the bank that one product takes at most
+_BLOCK_ROWS = 256  # rows summed afresh at once: half a million scores with a chunk, 2 MB in float32, and copies
 
 EAGER_CPU = True
 """On a CPU, look at values and count what they ask for. Tests turn it off, to run there what accelerators do."""
@@ -28,6 +29,7 @@ class StoredRows:
 
     def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
         self.stored, self.dtype = stored, dtype
+        self.chunk_rows = _CHUNK_ROWS if stored.device.type == "cpu" else _ACCELERATOR_CHUNK_ROWS
 
     def __len__(self) -> int:
         return self.stored.shape[0]
@@ -40,13 +42,13 @@ class StoredRows:
         """Inner products of (k, d) embeddings with every row: (k, r)."""
         # In chunks: a half-precision bank converted whole, or the copy of a large matrix that a CPU's matrix
         # library packs for itself, would cost more memory than the bank.
-        parts = [embeddings @ part.to(self.dtype).T for part in self.stored.split(_CHUNK_ROWS)]
+        parts = [embeddings @ part.to(self.dtype).T for part in self.stored.split(self.chunk_rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(k, r) weights times the rows: (k, d)."""
         total = weights.new_zeros(weights.shape[0], self.stored.shape[1])
-        for part, share in zip(self.stored.split(_CHUNK_ROWS), weights.split(_CHUNK_ROWS, dim=1), strict=True):
+        for part, share in zip(self.stored.split(self.chunk_rows), weights.split(self.chunk_rows, dim=1), strict=True):
             total.addmm_(share, part.to(self.dtype))
         return total
 
@@ -59,6 +61,14 @@ class Columns(NamedTuple):
     query_ids: Tensor  # (c,) the query a passage came with; NO_ID for hard negatives
     passage_ids: Tensor  # (c,)
     exists: Tensor | None  # bool (c,), None: all do
+
+    def split(self, size: int) -> Iterator[Columns]:
+        """The same columns, at most ``size`` at a time."""
+        for start in range(0, len(self.entries), size):
+            part = slice(start, start + size)
+            exists = None if self.exists is None else self.exists[part]
+            entries = StoredRows(self.entries.stored[part], self.entries.dtype)
+            yield Columns(entries, self.slots[part], self.query_ids[part], self.passage_ids[part], exists)
 
 
 class BankBlock:
@@ -143,7 +153,7 @@ class BankBlock:
             touched = self._rows_of(local_query_ids)
             rows = _indices(touched, limit=4 * local_query_ids.numel())
             if rows.numel():
-                values[rows] = self._summed(rows, known).double()
+                values[rows] = self._summed(rows, known)
         return values
 
     def positive_scores(self) -> Tensor:
@@ -173,9 +183,19 @@ class BankBlock:
             stale |= self._rows_of(changed_query_ids)
         stale.index_fill_(0, new_rows, True)
         rows = _indices(stale, limit=new_rows.numel() + 4 * slots.numel(), first=new_rows)
+        self._set(rows, new_rows)
+
+    def refresh(self) -> None:
+        """Sum every row afresh, after entries were written past the running sums."""
+        rows = torch.arange(len(self.rows), device=self.positives.device)
+        self._set(rows, rows)
+
+    def _set(self, rows: Tensor, new_rows: Tensor) -> None:
+        """Sum ``rows`` afresh, and score the positives of ``new_rows``."""
         self.sums.set(rows, self._summed(rows, self.known))
-        own = self.columns[0].entries.take(self.positives[new_rows])
-        self.sums.positive[new_rows] = ((self.rows.take(new_rows) * own).sum(1) / self.temperature).double()
+        for some in new_rows.split(self.rows.chunk_rows):
+            own = self.columns[0].entries.take(self.positives[some])
+            self.sums.positive[some] = ((self.rows.take(some) * own).sum(1) / self.temperature).double()
 
     def _rows_of(self, query_ids: Tensor) -> Tensor:
         """Bool (mq',): banked rows of any of these queries. (torch.isin may count on the host.)"""
@@ -195,14 +215,13 @@ class BankBlock:
         return _masked(scores, mask, block.exists)
 
     def _summed(self, rows: Tensor, known: KnownPositives | None) -> Tensor:
-        """logsumexp of some banked rows over all of the bank's columns, from scratch, in blocks of rows."""
-        size = max(1, _BLOCK_SCORES // max(len(block.entries) for block in self.columns))
+        """logsumexp of some banked rows over all of the bank's columns, from scratch: float64 (r,)."""
         # One result made beforehand: small tensors kept between large ones would hold the allocator's heap apart.
-        result = torch.empty(rows.numel(), dtype=self.dtype, device=rows.device)
-        for start in range(0, rows.numel(), size):
-            some = rows[start : start + size]
-            sums = [self._scores(some, block, known).logsumexp(1) for block in self.columns]
-            torch.logsumexp(torch.stack(sums), 0, out=result[start : start + size])
+        result = torch.full((rows.numel(),), -torch.inf, dtype=torch.float64, device=rows.device)
+        for some, sums in zip(rows.split(_BLOCK_ROWS), result.split(_BLOCK_ROWS), strict=True):
+            for block in self.columns:
+                for chunk in block.split(block.entries.chunk_rows):
+                    torch.logaddexp(sums, self._scores(some, chunk, known).logsumexp(1).double(), out=sums)
         return result
 
 

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from contaccum.memory_bank import NO_ID
 
+# Elements of a mask worked out at once: temporaries of a megabyte each, where blocks cost nothing. An accelerator
+# is told each operation one by one, and would rather have few.
+_BLOCK, _ACCELERATOR_BLOCK = 1 << 17, 1 << 21
+
 
 class KnownPositives:
     """The (query id, passage id) pairs known from the micro-batch and the bank together.
@@ -44,15 +48,40 @@ class KnownPositives:
 
         The row's own positive column is True as well: the caller, who knows where it lies, takes it out.
         """
-        own_again = (row_passage_ids[:, None] == column_passage_ids) & (column_passage_ids != NO_ID)
-        same_query = (row_query_ids[:, None] == column_query_ids) & (column_query_ids != NO_ID)
-        rows = self._rank(self._queries, row_query_ids)
-        columns = self._rank(self._passages, column_passage_ids)
-        exists = self._passages[columns.clamp(max=self._passages.numel() - 1)] == column_passage_ids
-        keys = torch.where(
-            (row_query_ids != NO_ID)[:, None] & exists & (column_passage_ids != NO_ID),
-            rows[:, None] * self._base + columns,
-            -2,
-        )
-        place = torch.searchsorted(self._keys, keys).clamp(max=self._keys.numel() - 1)
-        return own_again | same_query | (self._keys[place] == keys)
+        rows, columns = row_query_ids.numel(), column_passage_ids.numel()
+        result = torch.empty(rows, columns, dtype=torch.bool, device=row_query_ids.device)
+        row_ranks = self._rank(self._queries, row_query_ids) * self._base
+        row_ranks.masked_fill_(row_query_ids == NO_ID, -2 * self._base)  # below every key
+        column_ranks = self._rank(self._passages, column_passage_ids)
+        exists = self._passages[column_ranks.clamp(max=self._passages.numel() - 1)] == column_passage_ids
+        exists &= column_passage_ids != NO_ID
+        row_ids = (row_query_ids, row_passage_ids, row_ranks)
+        column_ids = (column_query_ids, column_passage_ids, column_ranks, exists)
+        # In blocks: keys are eight bytes an element and their copies as much again, the mask itself is one.
+        size = _BLOCK if result.device.type == "cpu" else _ACCELERATOR_BLOCK
+        height = max(1, size // max(columns, 1))
+        width = max(1, size // min(max(rows, 1), height))
+        for top in range(0, rows, height):
+            for left in range(0, columns, width):
+                block = (slice(top, top + height), slice(left, left + width))
+                self._fill(result[block], *(x[block[0], None] for x in row_ids), *(x[block[1]] for x in column_ids))
+        return result
+
+    def _fill(
+        self,
+        result: Tensor,
+        queries: Tensor,
+        passages: Tensor,
+        ranks: Tensor,
+        column_queries: Tensor,
+        column_passages: Tensor,
+        column_ranks: Tensor,
+        exists: Tensor,
+    ) -> None:
+        """One block of the mask: (r, 1) of its rows, (c,) of its columns."""
+        place = torch.searchsorted(self._keys, ranks + column_ranks)
+        known = self._keys[place.clamp_(max=self._keys.numel() - 1)] == ranks + column_ranks
+        known &= exists
+        known |= (passages == column_passages) & (column_passages != NO_ID)
+        known |= (queries == column_queries) & (column_queries != NO_ID)
+        result.copy_(known)

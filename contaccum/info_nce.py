@@ -115,6 +115,7 @@ class BankedInfoNCE(nn.Module):
         self.passage_mean: RunningMean | None = None
         self.last: dict[str, Any] = {}
         self._ids_seen = False
+        self._summed_pairs = 0  # how many of the bank's pairs the running sums have followed
 
     def forward(
         self,
@@ -297,7 +298,11 @@ class BankedInfoNCE(nn.Module):
         if self.bank is None or self.log_sums is None or self.bank.fill == 0:
             return None
         known = self._known_positives(None, None)
-        return BankBlock(self.bank, self.log_sums, self.temperature, dtype, known)
+        block = BankBlock(self.bank, self.log_sums, self.temperature, dtype, known)
+        if self._summed_pairs != self.bank.pairs:  # someone wrote to the bank directly
+            block.refresh()
+            self._summed_pairs = self.bank.pairs
+        return block
 
     def _known_positives(self, query_ids: Tensor | None, passage_ids: Tensor | None) -> KnownPositives | None:
         """Those of the bank, and of the micro-batch whose ids are given; None when nothing is masked."""
@@ -359,6 +364,7 @@ class BankedInfoNCE(nn.Module):
         if bank is not None:
             bank.remove(evicted)
         self.bank.enqueue(queries, passages, negatives, query_ids, passage_ids, negative_ids, finite)
+        self._summed_pairs = self.bank.pairs
         grown = self._bank_block(queries.dtype)
         if grown is not None:
             grown.add(slots, new_rows, changed)
@@ -387,6 +393,7 @@ class BankedInfoNCE(nn.Module):
             mean_dtype = passages.dtype if mean is None else mean.dtype
             self._make_bank(passages.shape[1], h, passages.dtype, mean_dtype, device)
             self._ids_seen = True
+            self._summed_pairs = int(state_dict[prefix + "bank.enqueued"])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -114,6 +114,11 @@ class MemoryBank(nn.Module):
         self._enqueued = 0
 
     @property
+    def pairs(self) -> int:
+        """Pairs seen since the start, evicted ones included."""
+        return self._enqueued
+
+    @property
     def pointer(self) -> int:
         """The passage row that the next entry goes to."""
         return self._enqueued % self.bank_size if self.bank_size else 0

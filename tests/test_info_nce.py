@@ -515,3 +515,23 @@ def test_gradcheck() -> None:
     loss_fn(*batch(4, h=1, seed=1))
     loss_fn.eval()  # the same bank at every call
     assert torch.autograd.gradcheck(loss_fn, tuple(leaves(batch(3, h=1))))
+
+
+@pytest.mark.parametrize("query_bank_size", [None, 6])
+def test_pairs_written_straight_into_the_bank_count_from_the_next_micro_batch(query_bank_size: int | None) -> None:
+    loss_fn = BankedInfoNCE(bank_size=12, query_bank_size=query_bank_size, drift_compensation="none")
+    loss_fn(*batch(3, seed=1))
+    assert loss_fn.bank is not None
+    for seed in (2, 3, 4):
+        loss_fn.bank.enqueue(*batch(4, seed=seed))
+    queries, passages = leaves(batch(3, seed=5))
+    loss = loss_fn(queries, passages)
+    loss.backward()
+    banked = [torch.cat(x) for x in zip(*(batch(4, seed=seed) for seed in (2, 3, 4)), strict=True)]
+    q, p = leaves(batch(3, seed=5))
+    kept = query_bank_size or 12
+    positives = [0, 1, 2, *range(3 + 12 - kept, 3 + 12)]
+    expected = dense_loss([q, banked[0][-kept:]], [p, banked[1]], positives, 3, 1.0, "dot")
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert gradients_apart([queries, passages], [q, p]) <= 1e-12
