@@ -7,7 +7,7 @@ in the bank, d the embedding size, c columns.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -218,15 +218,20 @@ class BankedInfoNCE(nn.Module):
         # Bank rows: m x c scores; their m x m part has no gradient and comes in as one number per row.
         bank_losses = scores.new_zeros(0)
         row_scores = row_log_sum = None
+        entry = self._entry(local, shift) if enqueue and self.bank is not None else None
         if bank is not None and len(bank.rows):
-            row_scores = bank.row_scores(columns)
+            wanted = [columns] if shift is None else [columns, shift[None]]
+            leaving, entering = ([], []) if entry is None else (bank.columns_in(entry.evicted), entry.columns)
+            row_scores, *others = bank.row_scores(*wanted, *leaving, *entering)
             if known is not None:
                 mask = known.mask(bank.row_query_ids, bank.row_passage_ids, column_query_ids, column_ids)
                 row_scores.masked_fill_(mask, -torch.inf)
             log_sums, positives = bank.log_sums(known, query_ids), bank.positive_scores()
             if shift is not None:
-                shifts = (bank.rows.scores(shift[None])[0] / self.temperature).double()
+                shifts = others.pop(0)[:, 0].double()
                 log_sums, positives = log_sums + shifts, positives + shifts
+            if entry is not None:
+                entry = entry._replace(removed=others[: len(leaving)], added=others[len(leaving) :])
             row_log_sum = torch.logaddexp(log_sums, row_scores.double().logsumexp(1))
             bank_losses = (row_log_sum - positives).to(scores.dtype)
             if bank.usable_rows is not None:
@@ -264,15 +269,15 @@ class BankedInfoNCE(nn.Module):
                 ]
 
         enqueued: Tensor | int = 0
-        if enqueue and self.bank is not None:
+        if entry is not None:
             finite = torch.isfinite(loss)
             if not self._may_look(loss):
                 for x in local:
                     finite = finite & torch.isfinite(x).all()
-                self._enqueue(bank, queries, passages, negatives, ids, finite)
+                self._enqueue(bank, entry, ids, finite)
                 enqueued = finite * n
             elif bool(finite):
-                self._enqueue(bank, queries, passages, negatives, ids)
+                self._enqueue(bank, entry, ids)
                 enqueued = n
             if before is not None and self.passage_mean is not None:
                 self.passage_mean.restore(before, unless=finite)
@@ -339,35 +344,50 @@ class BankedInfoNCE(nn.Module):
         if self.drift_compensation == "mean":
             self.passage_mean = RunningMean(dim, dtype=mean_dtype, device=device)
 
+    def _entry(self, local: list[Tensor], shift: Tensor | None) -> _Entry:
+        """What a micro-batch will put into the bank, and where."""
+        assert self.bank is not None
+        queries, passages = local[0], local[1]
+        negatives = local[2] if len(local) > 2 and self.bank_hard_negatives else None
+        if shift is not None:
+            passages = passages - shift
+            negatives = None if negatives is None else negatives - shift
+        slots, evicted, new_rows = self.bank.next_slots(queries.shape[0])
+        # As they will be read again: rounded to what the bank stores, and with room for as many negatives.
+        columns = [passages[-slots.numel() :].to(self.bank.passages.dtype).to(queries.dtype)]
+        h = self.bank.hard_negatives
+        if h:
+            padded = queries.new_zeros(slots.numel(), h, self.bank.dim)
+            if negatives is not None:
+                padded[:, : negatives.shape[1]] = negatives[-slots.numel() :].to(self.bank.negatives.dtype)
+            columns.append(padded.reshape(-1, self.bank.dim))
+        return _Entry(queries, passages, negatives, slots, evicted, new_rows, columns, [], [])
+
     def _enqueue(
-        self,
-        bank: BankBlock | None,
-        queries: Tensor,
-        passages: Tensor,
-        negatives: Tensor | None,
-        ids: tuple[Tensor | None, ...],
-        finite: Tensor | None = None,
+        self, bank: BankBlock | None, entry: _Entry, ids: tuple[Tensor | None, ...], finite: Tensor | None = None
     ) -> None:
         assert self.bank is not None
         query_ids, passage_ids, negative_ids = ids
-        if not self.bank_hard_negatives:
-            negatives = negative_ids = None
-        if self.passage_mean is not None:
-            passages = passages - self.passage_mean.mean
-            negatives = None if negatives is None else negatives - self.passage_mean.mean
-        slots, evicted, new_rows = self.bank.next_slots(queries.shape[0])
         changed = None
         if self.mask_duplicates and self._ids_seen:
             # Masks hang on which pairs are known, so pairs that come or go touch the other rows of their queries.
-            gone = self.bank.query_ids[evicted]
+            gone = self.bank.query_ids[entry.evicted]
             changed = gone if query_ids is None else torch.cat([gone, query_ids.long()])
-        if bank is not None:
-            bank.remove(evicted)
-        self.bank.enqueue(queries, passages, negatives, query_ids, passage_ids, negative_ids, finite)
+        if bank is not None and entry.removed:
+            bank.remove(entry.evicted, entry.removed)
+        self.bank.enqueue(
+            entry.queries,
+            entry.passages,
+            entry.negatives,
+            query_ids,
+            passage_ids,
+            negative_ids if entry.negatives is not None else None,
+            finite,
+        )
         self._summed_pairs = self.bank.pairs
-        grown = self._bank_block(queries.dtype)
+        grown = self._bank_block(entry.queries.dtype)
         if grown is not None:
-            grown.add(slots, new_rows, changed)
+            grown.add(entry.slots, entry.added, entry.new_rows, changed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
@@ -402,6 +422,20 @@ class BankedInfoNCE(nn.Module):
             f"similarity={self.similarity!r}, normalize_by={self.normalize_by!r}, "
             f"drift_compensation={self.drift_compensation!r}"
         )
+
+
+class _Entry(NamedTuple):
+    """A micro-batch on its way into the bank."""
+
+    queries: Tensor  # (n, d)
+    passages: Tensor  # (n, d), as stored: without the running mean
+    negatives: Tensor | None  # (n, h, d)
+    slots: Tensor  # passage slots it will take, in order of the bank
+    evicted: Tensor  # those of them that are taken now
+    new_rows: Tensor  # query slots it will take
+    columns: list[Tensor]  # its passages, and its hard negatives, as the bank will give them back: (c, d)
+    removed: list[Tensor]  # scores of the banked rows against what goes, (mq', c) by block
+    added: list[Tensor]  # and against what comes
 
 
 def _softmax(scores: Tensor, log_sum: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
+import random
 import subprocess
 import sys
 import time
@@ -220,7 +220,7 @@ def measure_updates(settings: UpdateSettings, progress: Callable[[str], None] = 
 
     A record: ``total``, ``method``, ``bank``, ``seconds`` (median), ``seconds_low`` and ``seconds_high`` (quartiles),
     ``ratio`` (median over repeats of the time over grad_accum's in the same turn), ``pairs_per_second``,
-    ``memory_mb`` (peak; on a CPU the median of three processes, ``memory_runs_mb``) and ``extra_memory_mb`` (over
+    ``memory_mb`` (peak; on a CPU the lesser of two processes, ``memory_runs_mb``) and ``extra_memory_mb`` (over
     grad_accum's).
     """
     settings.check()
@@ -234,9 +234,11 @@ def measure_updates(settings: UpdateSettings, progress: Callable[[str], None] = 
         cells = [cell for cell in settings.cells() if cell[0] == total]
         seconds: dict[tuple[int, str, int], list[float]] = {cell: [] for cell in cells}
         updates = {cell: Update(settings, model, optimizer, *cell) for cell in cells}
+        order = random.Random(0)
         for turn in range(settings.repeats + 1):  # the first warms up
-            for cell, update in updates.items():
-                taken = timed(update.run, settings.device)
+            # What ran just before leaves its mark (caches, freed memory), so neighbours change from turn to turn.
+            for cell in order.sample(cells, len(cells)):
+                taken = timed(updates[cell].run, settings.device)
                 if turn:
                     seconds[cell].append(taken)
             progress(f"total {total}: turn {turn} of {settings.repeats}")
@@ -265,8 +267,9 @@ def measure_updates(settings: UpdateSettings, progress: Callable[[str], None] = 
 
 def add_memory(settings: UpdateSettings, records: list[dict[str, Any]], progress: Callable[[str], None]) -> None:
     """Peak memory of each cell, measured in a process of its own: a peak never comes down again."""
-    # Resident memory depends on how threads met the allocator; an accelerator counts its own exactly.
-    jobs = 3 if torch.device(settings.device).type == "cpu" else 1
+    # Resident memory depends on how threads met the allocator, which only ever adds: the lesser of two runs is what
+    # was needed. An accelerator counts its own exactly.
+    jobs = 2 if torch.device(settings.device).type == "cpu" else 1
     for record in records:
         cell = (record["total"], record["method"], record["bank"])
         job = json.dumps({"settings": asdict(settings), "cell": cell})
@@ -278,7 +281,7 @@ def add_memory(settings: UpdateSettings, records: list[dict[str, Any]], progress
                 progress(f"memory of {cell}: failed ({(answer.stderr.strip().splitlines() or ['killed'])[-1]})")
                 break
             peaks.append(float(answer.stdout.strip().splitlines()[-1]))
-        record["memory_mb"] = statistics.median(peaks) if len(peaks) == jobs else None
+        record["memory_mb"] = min(peaks) if len(peaks) == jobs else None
         record["memory_runs_mb"] = peaks
         if peaks:
             progress(f"memory of {cell}: {', '.join(f'{peak:.0f}' for peak in peaks)} MB")
