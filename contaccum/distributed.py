@@ -12,6 +12,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of every rank's ``value``; the value itself without a process group."""
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
+
 def gather_batch(
     embeddings: list[Tensor], ids: tuple[Tensor | None, ...]
 ) -> tuple[list[Tensor], tuple[Tensor | None, ...], slice]:

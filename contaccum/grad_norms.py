@@ -1,19 +1,58 @@
-"""Measuring the gradient norms of the two towers, whose ratio shows whether training is balanced.
+"""Measuring the gradient norms of the two towers, and balancing them where the loss does not.
 
 GradNormRatio (arXiv 2406.12356, section 5) is the passage tower's norm over the query tower's. Untied towers have a
 gradient each, so it is taken from the weights. Tied towers share theirs, so there it is taken from the gradients of
-the embeddings. It measures; it changes nothing.
+the embeddings. Two banks of equal size keep the ratio near 1; with the passage bank alone, unequal banks or a part
+frozen it leaves 1, and :class:`GradNormBalancer` can bring it back.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
+from contaccum.distributed import sum_over_ranks
 from contaccum.encoders import is_tied, tower
+
+BALANCES = ("none", "geometric")
+
+
+class GradNormBalancer(nn.Module):
+    """Factors that bring both towers' gradients to the geometric mean of their norms, smoothed over updates.
+
+    The product of the factors is 1, so that the step as a whole keeps its size. Norms are averaged as logarithms, so
+    that one wild update counts once and not by its size.
+
+    Args:
+        horizon: updates after which an old norm's weight has fallen to 1/e.
+    """
+
+    log_norms: Tensor
+    weight: Tensor
+
+    def __init__(self, horizon: float = 10.0) -> None:
+        super().__init__()
+        self.horizon = horizon
+        self.register_buffer("log_norms", torch.zeros(2, dtype=torch.float64))  # query, passage
+        self.register_buffer("weight", torch.zeros((), dtype=torch.float64))
+
+    def observe(self, query: float, passage: float) -> None:
+        """Take in the norms of an update, before balancing. Norms of 0, infinite or NaN are passed over."""
+        if not (0 < query < math.inf and 0 < passage < math.inf):
+            return
+        step = -math.expm1(-1 / self.horizon)
+        self.weight += step * (1 - self.weight)
+        fresh = torch.tensor([query, passage], dtype=torch.float64).log().to(self.log_norms.device)
+        self.log_norms += step / self.weight * (fresh - self.log_norms)
+
+    def factors(self) -> dict[str, float]:
+        """What to multiply the gradient of "query" and of "passage" with; 1 before the first observation."""
+        query, passage = self.log_norms.tolist()
+        return {"query": math.exp((passage - query) / 2), "passage": math.exp((query - passage) / 2)}
 
 
 class TowerGradNorms:
@@ -22,15 +61,19 @@ class TowerGradNorms:
     Args:
         model: the unwrapped model. For tied towers a forward hook is placed on it, which tells queries from passages
             by the ``task`` of their features ("query", or anything else).
+        balancer: balances the towers' gradients. Untied towers are scaled once an update is complete, by its own norms
+            and earlier ones; the embeddings' gradients of tied towers as they come, by those of earlier updates.
     """
 
-    def __init__(self, model: SentenceTransformer) -> None:
+    def __init__(self, model: SentenceTransformer, balancer: GradNormBalancer | None = None) -> None:
         self.tied = is_tied(model)
+        self.balancer = balancer
         self._parameters = {
             name: [p for p in tower(model, task).parameters() if p.requires_grad]
             for name, task in (("query", "query"), ("passage", "document"))
         }
         self._squares: dict[str, Tensor] = {}
+        self._factors: dict[str, float] = {}
         self._hook = model.register_forward_hook(self._watch) if self.tied else None
 
     def _watch(self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]) -> None:
@@ -38,33 +81,54 @@ class TowerGradNorms:
         if not isinstance(embeddings, Tensor) or not embeddings.requires_grad:
             return
         name = "query" if output.get("task", arguments[0].get("task")) == "query" else "passage"
+        if self.balancer is not None and not self._factors:
+            self._factors = self.balancer.factors()
 
-        def add(gradient: Tensor) -> None:
+        def add(gradient: Tensor) -> Tensor | None:
             # Stays on the device: reading it here would wait for the device at every micro-step.
             square = gradient.detach().float().square().sum()
             self._squares[name] = self._squares[name] + square if name in self._squares else square
+            return gradient * self._factors[name] if self._factors else None
 
         embeddings.register_hook(add)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
 
+        With a balancer these are the norms as balanced, and ``grad_norm_ratio_unbalanced`` is what they were; untied
+        towers' gradients are scaled by this call.
+
         Args:
             scale: what the loss was multiplied with (a gradient scaler's scale); divided out.
         """
         norms: dict[str, Tensor] = {}
         if self.tied:
-            norms = {name: square.sqrt() for name, square in self._squares.items()}
+            norms = {name: sum_over_ranks(square).sqrt() for name, square in self._squares.items()}
         else:
             for name, parameters in self._parameters.items():
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 if gradients:
                     norms[name] = torch.stack(torch._foreach_norm(gradients)).norm()
-        self._squares = {}
+        factors, self._factors, self._squares = self._factors, {}, {}
         values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
-        if values.get("grad_norm_query") and "grad_norm_passage" in values:
+        both = bool(values.get("grad_norm_query")) and "grad_norm_passage" in values
+        if self.balancer is not None and both:
+            values["grad_norm_ratio_unbalanced"] = values["grad_norm_passage"] / values["grad_norm_query"]
+            self.balancer.observe(values["grad_norm_query"], values["grad_norm_passage"])
+            if not self.tied:
+                factors = self.balancer.factors()
+                self._scale(factors)
+            for name, factor in factors.items():
+                values[f"grad_norm_{name}"] *= factor
+        if both:
             values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
         return values
+
+    def _scale(self, factors: dict[str, float]) -> None:
+        for name, parameters in self._parameters.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factors[name])
 
     def close(self) -> None:
         """Take the hook off the model."""

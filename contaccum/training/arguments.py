@@ -12,6 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from contaccum.errors import ConfigError
+from contaccum.grad_norms import BALANCES
 from contaccum.settings import check_settings
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
@@ -85,6 +86,14 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     gather_across_devices: bool = field(
         default=False, metadata={"help": "Build the batch of all devices before the loss."}
     )
+    balance_grad_norms: str = field(
+        default="none",
+        metadata={
+            "help": "geometric: scale the two towers' gradients to the geometric mean of their norms, smoothed over "
+            "updates, before clipping. For what the two banks do not balance: pre_batch, unequal banks, frozen parts.",
+            "choices": BALANCES,
+        },
+    )
     learning_rate_scaling: str = field(
         default="none",
         metadata={
@@ -129,6 +138,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             "method": (self.method, METHODS),
             "similarity": (self.similarity, (None, "cos", "dot")),
             "bank_dtype": (self.bank_dtype, (None, *BANK_DTYPES)),
+            "balance_grad_norms": (self.balance_grad_norms, BALANCES),
             "learning_rate_scaling": (self.learning_rate_scaling, ("none", "linear", "sqrt")),
         }
         for name, (value, allowed) in choices.items():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from contaccum.data.samplers import EpochBatchSampler
 from contaccum.errors import ConfigError, UserError
-from contaccum.grad_norms import TowerGradNorms
+from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
@@ -100,6 +100,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.data_fingerprint = data_fingerprint
         self.quiet = quiet
         self.tower_grad_norms: TowerGradNorms | None = None
+        self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
         self._batch_samplers: list[DefaultBatchSampler] = []
         self.update: dict[str, Any] = {}
         self._update_started = 0.0
@@ -126,6 +127,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 for index, loss in enumerate(self.bank_losses())
                 for key, value in loss.bank_state_dict().items()
             }
+            if self.balancer is not None:
+                state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
             if state:
                 folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
                 os.makedirs(folder, exist_ok=True)
@@ -135,7 +138,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         losses = list(self.bank_losses())
-        if checkpoint is None or not losses:
+        if checkpoint is None or not (losses or self.balancer):
             return
         path = os.path.join(checkpoint, BANK_FILE)
         if not os.path.isfile(path):
@@ -147,6 +150,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         for index, loss in enumerate(losses):
             prefix = f"{index}."
             loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+        if self.balancer is not None:
+            balance = {k.removeprefix("balancer."): v.cpu() for k, v in state.items() if k.startswith("balancer.")}
+            if not balance:
+                raise UserError(f"{checkpoint}: written without balance_grad_norms; resume it without, or start anew")
+            self.balancer.load_state_dict(balance)
 
     # The loop ------------------------------------------------------------------------------------------------------
 
@@ -176,7 +184,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if self.tower_grad_norms is None:
-            self.tower_grad_norms = TowerGradNorms(self.accelerator.unwrap_model(model))
+            self.tower_grad_norms = TowerGradNorms(self.accelerator.unwrap_model(model), self.balancer)
         if not self.update:
             self.update = {"loss": torch.zeros((), device=self.args.device), "pairs": 0}
             self._update_started = self._update_started or time.perf_counter()
