@@ -17,8 +17,8 @@ from contaccum.duplicates import KnownPositives
 from contaccum.log_sums import RunningLogSums
 from contaccum.memory_bank import NO_ID, MemoryBank
 
-_CHUNK_ROWS, _ACCELERATOR_CHUNK_ROWS = 2048, 16384  # rows of the bank that one product takes at most
-_BLOCK_ROWS = 256  # rows summed afresh at once: half a million scores with a chunk, 2 MB in float32, and copies
+_CHUNK_ROWS, _ACCELERATOR_CHUNK_ROWS = 4096, 16384  # rows of the bank that one product takes at most
+_BLOCK_ROWS = 128  # rows summed afresh at once: half a million scores with a chunk, 2 MB in float32, and copies
 
 EAGER_CPU = True
 """On a CPU, look at values and count what they ask for. Tests turn it off, to run there what accelerators do."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -267,8 +268,9 @@ def measure_updates(settings: UpdateSettings, progress: Callable[[str], None] = 
 
 def add_memory(settings: UpdateSettings, records: list[dict[str, Any]], progress: Callable[[str], None]) -> None:
     """Peak memory of each cell, measured in a process of its own: a peak never comes down again."""
-    # Resident memory depends on how threads met the allocator, which only ever adds: the lesser of two runs is what
-    # was needed. An accelerator counts its own exactly.
+    # Resident memory holds what the allocator keeps for later, a matter of chance. With these, glibc gives every
+    # tensor above a megabyte back when it is freed, so that the peak is what was in use; the lesser of two runs counts.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
     jobs = 2 if torch.device(settings.device).type == "cpu" else 1
     for record in records:
         cell = (record["total"], record["method"], record["bank"])
@@ -276,7 +278,9 @@ def add_memory(settings: UpdateSettings, records: list[dict[str, Any]], progress
         code = "import sys; from contaccum.benchmarks.update import _memory_job; _memory_job(sys.argv[1])"
         peaks = []
         for _ in range(jobs):
-            answer = subprocess.run([sys.executable, "-c", code, job], capture_output=True, text=True, check=False)
+            answer = subprocess.run(
+                [sys.executable, "-c", code, job], capture_output=True, text=True, check=False, env=environment
+            )
             if answer.returncode:
                 progress(f"memory of {cell}: failed ({(answer.stderr.strip().splitlines() or ['killed'])[-1]})")
                 break
