@@ -42,8 +42,11 @@ class StoredRows:
         """Inner products of (k, d) embeddings with every row: (k, r)."""
         # In chunks: a half-precision bank converted whole, or the copy of a large matrix that a CPU's matrix
         # library packs for itself, would cost more memory than the bank.
-        parts = [embeddings @ part.to(self.dtype).T for part in self.stored.split(self.chunk_rows)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        scores = torch.empty(len(embeddings), len(self), dtype=self.dtype, device=embeddings.device)
+        parts = zip(self.stored.split(self.chunk_rows), scores.split(self.chunk_rows, dim=1), strict=True)
+        for part, place in parts if len(self) else ():
+            place.copy_(embeddings @ part.to(self.dtype).T)
+        return scores
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(k, r) weights times the rows: (k, d)."""
@@ -133,7 +136,7 @@ class BankBlock:
         scores = []
         for block in self.columns:
             mask = None if known is None else known.mask(query_ids, passage_ids, block.query_ids, block.passage_ids)
-            scores.append(_masked(block.entries.scores(queries) / self.temperature, mask, block.exists))
+            scores.append(_masked(block.entries.scores(queries).div_(self.temperature), mask, block.exists))
         return scores
 
     def row_scores(self, *columns: Tensor) -> list[Tensor]:
@@ -142,7 +145,7 @@ class BankBlock:
         No masks. All that a micro-step asks of the banked queries goes through here, because a large bank costs as
         much to read for one column as for a few dozen.
         """
-        scores = self.rows.scores(torch.cat(columns)) / self.temperature
+        scores = self.rows.scores(torch.cat(columns)).div_(self.temperature)
         return [part.T for part in scores.split([len(c) for c in columns])]
 
     def columns_in(self, slots: Tensor) -> list[Tensor]:
@@ -218,12 +221,13 @@ class BankBlock:
 
     def _scores(self, rows: Tensor, block: Columns, known: KnownPositives | None) -> Tensor:
         """Masked scores of some banked rows against a block of the bank's own columns."""
-        return self._mask_own(block.entries.scores(self.rows.take(rows)) / self.temperature, rows, block, known)
+        return self._mask_own(block.entries.scores(self.rows.take(rows)).div_(self.temperature), rows, block, known)
 
     def _mask_own(self, scores: Tensor, rows: Tensor | slice, block: Columns, known: KnownPositives | None) -> Tensor:
         """``scores`` of banked rows against a block of the bank's own columns, masked in place."""
         mask = None
-        if known is not None:
+        named = self.marked or bool(((block.passage_ids != NO_ID) | (block.query_ids != NO_ID)).any())
+        if known is not None and named:
             mask = known.mask(self.row_query_ids[rows], self.row_passage_ids[rows], block.query_ids, block.passage_ids)
             mask &= self.positives[rows][:, None] != block.slots
         return _masked(scores, mask, block.exists)

@@ -7,11 +7,15 @@ old" is easier to learn than "relevant or not". It knows neither the loss nor th
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 DRIFT_COMPENSATIONS = ("mean", "none")
+
+PAIRS_PER_FRAME = 64
+"""Pairs between two moves of the query tower's frame of reference, at least: bounds how many a bank holds."""
 
 
 class RunningMean(nn.Module):
@@ -73,3 +77,146 @@ class RunningMean(nn.Module):
         """Go back to a :meth:`snapshot`, unless the bool scalar ``unless`` is True."""
         for buffer, value in zip(self.buffers(), state, strict=True):
             buffer.copy_(torch.where(unless, buffer, value))
+
+
+class QueryFrames(nn.Module):
+    """How far the query tower has moved, as a whole, since each banked query was encoded.
+
+    Scores between stored entries are kept up to date because they never change, so a banked query keeps the softmax
+    weights that it was stored with. What moves along is its push on the local passages: without that, passages run
+    after the queries' past. A frame of reference is kept for each probe that falls into the bank's life, not for each
+    row.
+
+    Args:
+        rows: of the query bank.
+        dim: the embedding size d.
+    """
+
+    origins: Tensor
+    of_row: Tensor
+    moves: Tensor
+    moved_at: Tensor
+
+    def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        super().__init__()
+        frames = rows // PAIRS_PER_FRAME + 2
+        self.register_buffer("origins", torch.zeros(frames, dim, dtype=dtype, device=device))
+        self.register_buffer("of_row", torch.zeros(rows, dtype=torch.int64, device=device))
+        # Counts, with Python twins that spare a device read: moves so far, and pairs seen at the last one.
+        self.register_buffer("moves", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("moved_at", torch.zeros((), dtype=torch.int64, device=device))
+        self._moves, self._moved_at = 0, 0
+
+    @torch.no_grad()
+    def move(self, shift: Tensor, pairs: int) -> None:
+        """The tower has moved by ``shift`` (d,), after ``pairs`` pairs were seen.
+
+        Frames are ``PAIRS_PER_FRAME`` pairs apart at least, so that those in use never outgrow their table; a move that
+        comes sooner is added to the present frame, whose few entries are then taken to have moved already.
+        """
+        now = self.origins[self._moves % len(self.origins)] + shift.to(self.origins)
+        if pairs - self._moved_at >= PAIRS_PER_FRAME:
+            self._moves += 1
+            self._moved_at = pairs
+            self.moves.fill_(self._moves)
+            self.moved_at.fill_(pairs)
+        self.origins[self._moves % len(self.origins)] = now
+
+    def follow(self, mean: Tensor, pairs: int) -> None:
+        """Go to where the tower's running mean (d,) is, if the last move is long enough ago.
+
+        The first call, of a mean that has seen little, sets the first frame: nothing has moved by then.
+        """
+        if self._moves == 0 and self._moved_at == 0:
+            if pairs >= PAIRS_PER_FRAME:
+                self.origins.copy_(mean.expand_as(self.origins))
+                self._moved_at = pairs
+                self.moved_at.fill_(pairs)
+        elif pairs - self._moved_at >= PAIRS_PER_FRAME:
+            self.move(mean - self.origins[self._moves % len(self.origins)], pairs)
+
+    @torch.no_grad()
+    def enter(self, rows: Tensor) -> None:
+        """Rows of the query bank that were written just now."""
+        self.of_row.index_fill_(0, rows, self._moves % len(self.origins))
+
+    def push(self, weights: Tensor) -> Tensor:
+        """What moving the rows along adds to ``weights.T @ rows``: weights (r, c) of the first r rows, to (c, d)."""
+        by_frame = weights.new_zeros(len(self.origins), weights.shape[1])
+        by_frame.index_add_(0, self.of_row[: len(weights)], weights)
+        origins = self.origins.to(weights.dtype)
+        moved = origins[self._moves % len(self.origins)] - origins
+        return by_frame.T @ moved
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._moves, self._moved_at = int(self.moves), int(self.moved_at)
+
+
+class DriftProbe(nn.Module):
+    """What the embeddings of a few fixed texts did while the encoder learned, for both towers.
+
+    The texts are encoded again every so often. Their mean shift is that of the tower, far more exact than from means of
+    ever new texts, because the texts do not change; and what they did beyond it is what compensation leaves.
+
+    Args:
+        texts: probe pairs S.
+        dim: the embedding size d.
+        kept: how many of the latest probes to keep.
+    """
+
+    embeddings: Tensor
+    update: Tensor
+    count: Tensor
+
+    def __init__(
+        self, texts: int, dim: int, dtype: torch.dtype, device: torch.device | None = None, kept: int = 16
+    ) -> None:
+        super().__init__()
+        self.register_buffer("embeddings", torch.zeros(kept, 2, texts, dim, dtype=dtype, device=device))
+        self.register_buffer("update", torch.zeros(kept, dtype=torch.int64, device=device))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    @torch.no_grad()
+    def observe(self, queries: Tensor, passages: Tensor, update: Tensor) -> Tensor:
+        """Take in the embeddings, (S, d) each, as of ``update``; returns the mean shift since the last, (2, d)."""
+        fresh = torch.stack([queries, passages]).to(self.embeddings)
+        kept = len(self.embeddings)
+        last = self.embeddings.index_select(0, ((self.count - 1) % kept).reshape(1))[0]
+        shift = (fresh - last).mean(1) * (self.count > 0)
+        place = (self.count % kept).reshape(1)
+        self.embeddings.index_copy_(0, place, fresh[None])
+        self.update.index_copy_(0, place, update.reshape(1))
+        self.count += 1
+        return shift
+
+    def record(self, oldest: int) -> dict[str, float]:
+        """Drift over the life of the bank, or over as much of it as is kept; empty before the second probe.
+
+        Args:
+            oldest: age in updates of the bank's oldest entry.
+
+        Returns:
+            ``drift_age`` (updates between the two probes compared); for each tower ``drift_cosine_query`` and
+            ``drift_cosine_passage`` (mean cosine of a text's embeddings then and now), ``drift_shift_...`` (length of
+            the mean shift, in units of the texts' root mean squared distance from their mean) and
+            ``drift_residual_...`` (what is left without the mean shift, in the same units). Reads the device.
+        """
+        count, kept = int(self.count), len(self.embeddings)
+        places = [i % kept for i in range(max(0, count - kept), count)]
+        if len(places) < 2:
+            return {}
+        updates = self.update.tolist()
+        now = places[-1]
+        older = [place for place in places[:-1] if updates[now] - updates[place] <= max(oldest, 1)]
+        then = older[0] if older else places[-2]
+        record: dict[str, float] = {"drift_age": updates[now] - updates[then]}
+        for tower, name in enumerate(("query", "passage")):
+            new, old = self.embeddings[now, tower].double(), self.embeddings[then, tower].double()
+            spread = (new - new.mean(0)).square().sum(1).mean().sqrt().clamp_min(1e-12)
+            moved = new - old
+            shift = moved.mean(0)
+            record[f"drift_cosine_{name}"] = nn.functional.cosine_similarity(new, old).mean().item()
+            record[f"drift_shift_{name}"] = (shift.norm() / spread).item()
+            record[f"drift_residual_{name}"] = ((moved - shift).square().sum(1).mean().sqrt() / spread).item()
+        return record

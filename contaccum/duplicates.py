@@ -50,9 +50,6 @@ class KnownPositives:
         """
         rows, columns = row_query_ids.numel(), column_passage_ids.numel()
         result = torch.zeros(rows, columns, dtype=torch.bool, device=row_query_ids.device)
-        named = (column_passage_ids != NO_ID) | (column_query_ids != NO_ID)
-        if result.device.type == "cpu" and not bool(named.any()):
-            columns = 0  # nothing that has a name, so nothing to leave out
         row_ranks = self._rank(self._queries, row_query_ids) * self._base
         row_ranks.masked_fill_(row_query_ids == NO_ID, -2 * self._base)  # below every key
         column_ranks = self._rank(self._passages, column_passage_ids)

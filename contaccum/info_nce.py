@@ -7,6 +7,7 @@ in the bank, d the embedding size, c columns.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from contaccum import bank_block
 from contaccum.bank_block import BankBlock
-from contaccum.distributed import gather_batch, world_size
-from contaccum.drift import RunningMean
+from contaccum.distributed import gather_batch, sum_over_ranks, world_size
+from contaccum.drift import DriftProbe, QueryFrames, RunningMean
 from contaccum.duplicates import KnownPositives
 from contaccum.errors import ConfigError
 from contaccum.log_sums import RunningLogSums
@@ -48,8 +49,9 @@ class BankedInfoNCE(nn.Module):
         mask_duplicates: leave out columns that hold a row's own positive again or another known positive of its
             query, by ids. False is the paper's behaviour. Without ids there is nothing to mask.
         bank_hard_negatives: keep hard negatives in the bank as columns.
-        drift_compensation: ``"mean"`` shifts each banked passage by how far the running mean of passages has moved
-            since it was inserted; ``"none"`` uses entries as they were, as the paper does.
+        drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower: passages in the scores,
+            queries in the push that they give to passages. How far the means moved comes from running means, or from
+            :meth:`observe_probe` once that is called. ``"none"`` uses entries as they were, as the paper does.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as
@@ -65,7 +67,9 @@ class BankedInfoNCE(nn.Module):
         last: diagnostics of the last call, detached tensors and ints: ``loss`` (what was returned), ``local_loss``
             and ``bank_loss`` (mean over local and over bank rows), ``local_accuracy`` (share of local rows whose
             positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
-            used), ``bank_fill`` (passage rows after the call) and ``enqueued`` (pairs the call put into the bank).
+            used), ``bank_fill`` (passage rows after the call) and ``enqueued`` (pairs the call put into the bank);
+            ``embedding_spread`` (squared distance of the local passages from their mean, over their squared length);
+            with gradients also ``bank_mass`` and ``bank_mass_aged``, see :meth:`drift_record`.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -113,6 +117,9 @@ class BankedInfoNCE(nn.Module):
         self.bank: MemoryBank | None = None
         self.log_sums: RunningLogSums | None = None
         self.passage_mean: RunningMean | None = None
+        self.query_mean: RunningMean | None = None
+        self.query_frames: QueryFrames | None = None
+        self.probe: DriftProbe | None = None
         self.last: dict[str, Any] = {}
         self._ids_seen = False
         self._summed_pairs = 0  # how many of the bank's pairs the running sums have followed
@@ -178,9 +185,11 @@ class BankedInfoNCE(nn.Module):
         negatives = local[2] if len(local) > 2 else None
         n, d = queries.shape
         self._prepare_bank(d, negatives, queries)
-        before = None if self.passage_mean is None else self.passage_mean.snapshot()
-        if enqueue and self.passage_mean is not None:
-            self.passage_mean.observe(passages)
+        means = [mean for mean in (self.passage_mean, self.query_mean) if mean is not None]
+        before = [mean.snapshot() for mean in means]
+        if enqueue and self.probe is None:
+            for mean, embeddings in zip(means, (passages, queries), strict=False):
+                mean.observe(embeddings)
         shift = None if self.passage_mean is None else self.passage_mean.mean.to(queries.dtype)
 
         columns = passages if negatives is None else torch.cat([passages, negatives.reshape(-1, d)])
@@ -243,6 +252,7 @@ class BankedInfoNCE(nn.Module):
             rows = n + (bank_losses.numel() if usable is None else usable.sum())
         loss = (local_losses.sum() + bank_losses.sum()) / rows
         gradients: list[Tensor] = []
+        passage_mass = None
         if needs_gradient:
             weights = _softmax(scores, log_sum)
             weights[own, own] -= 1
@@ -250,6 +260,8 @@ class BankedInfoNCE(nn.Module):
             column_gradient = weights.T @ queries
             for block, block_scores in zip(blocks, bank_scores, strict=True):
                 weights = _softmax(block_scores, log_sum)
+                if block is blocks[0]:
+                    passage_mass = weights.sum(0)
                 query_gradient += block.entries.weighted_sum(weights)
                 if shift is not None:
                     query_gradient += weights.sum(1, keepdim=True) * shift
@@ -258,6 +270,8 @@ class BankedInfoNCE(nn.Module):
                 if bank.usable_rows is not None:
                     weights = torch.where(bank.usable_rows[:, None], weights, torch.zeros_like(weights))
                 column_gradient += bank.rows.weighted_sum(weights.T)
+                if self.query_frames is not None:
+                    column_gradient += self.query_frames.push(weights)
             gradients = [query_gradient, column_gradient[:n]]
             if negatives is not None:
                 gradients.append(column_gradient[n:].reshape(negatives.shape))
@@ -268,8 +282,10 @@ class BankedInfoNCE(nn.Module):
                     for g, u, norm in zip(gradients, local, norms, strict=True)
                 ]
 
+        masses = {} if passage_mass is None else self._masses(passage_mass, scores, log_sum, n)
         enqueued: Tensor | int = 0
         if entry is not None:
+            assert self.bank is not None
             finite = torch.isfinite(loss)
             if not self._may_look(loss):
                 for x in local:
@@ -279,8 +295,10 @@ class BankedInfoNCE(nn.Module):
             elif bool(finite):
                 self._enqueue(bank, entry, ids)
                 enqueued = n
-            if before is not None and self.passage_mean is not None:
-                self.passage_mean.restore(before, unless=finite)
+            for mean, state in zip(means, before, strict=True):
+                mean.restore(state, unless=finite)
+            if self.query_frames is not None and self.query_mean is not None and self.probe is None:
+                self.query_frames.follow(self.query_mean.mean, self.bank.pairs)
         self.last = {
             "loss": loss,
             "local_loss": local_losses.mean(),
@@ -290,8 +308,76 @@ class BankedInfoNCE(nn.Module):
             "bank_rows": bank_losses.numel(),
             "bank_fill": 0 if self.bank is None else self.bank.fill,
             "enqueued": enqueued,
+            "embedding_spread": (passages - passages.mean(0)).square().sum() / passages.square().sum()
+            if n > 1
+            else passages.new_tensor(math.nan),
+            **masses,
         }
         return loss, gradients
+
+    def _masses(self, passage_mass: Tensor, scores: Tensor, log_sum: Tensor, n: int) -> dict[str, Tensor]:
+        """Where the local rows' softmax lies: the banked passages' share, and that of an aged column over a fresh one.
+
+        Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
+        """
+        assert self.bank is not None
+        aged = (self.bank.ages_in_updates() > 0).to(passage_mass.dtype)
+        local = _softmax(scores[:, :n], log_sum)
+        in_batch = local.sum() - local.diagonal().sum()
+        old = (passage_mass * aged).sum() / aged.sum()
+        fresh = (in_batch + (passage_mass * (1 - aged)).sum()) / (n - 1 + (1 - aged).sum())
+        return {"bank_mass": passage_mass.sum() / n, "bank_mass_aged": old / fresh}
+
+    def end_update(self) -> None:
+        """Say that the optimizer has stepped. Optional: the ages of entries are counted in updates by it."""
+        if self.bank is not None:
+            self.bank.end_update()
+
+    @torch.no_grad()
+    def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
+        """Embeddings of the same S pairs of texts as at the last call, encoded again now: (S, d) each.
+
+        Call it before the first micro-batch, and again after updates, every 64 pairs at the most. Between two calls
+        the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
+        up. Eight texts, without dropout, tell a mean shift better than hundreds of ever new ones, since what differs
+        between texts falls out. Does nothing with ``drift_compensation="none"`` but keep the measurements.
+        """
+        check_embeddings(queries, passages)
+        if self.bank_size == 0:
+            return
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        fresh = [x.detach().to(self.bank_device, dtype) for x in (queries, passages)]
+        if self.similarity == "cos":
+            fresh = [nn.functional.normalize(x, dim=-1) for x in fresh]
+        self._prepare_bank(queries.shape[1], None, fresh[0])
+        assert self.bank is not None
+        if self.probe is None:
+            self.probe = DriftProbe(queries.shape[0], queries.shape[1], dtype, fresh[0].device)
+        shift = self.probe.observe(fresh[0], fresh[1], self.bank.updates)
+        if self.gather_across_devices and world_size() > 1:
+            shift = sum_over_ranks(shift) / world_size()
+        if self.passage_mean is not None and self.query_frames is not None:
+            self.passage_mean.mean += shift[1].to(self.passage_mean.mean)
+            self.query_frames.move(shift[0], self.bank.pairs)
+
+    def drift_record(self) -> dict[str, float]:
+        """What there is to know about the age of the bank, for a log line: reads the device.
+
+        Returns:
+            ``bank_age``: updates since the oldest entry was encoded (with :meth:`end_update`). ``bank_mass``: share of
+            the local rows' softmax that falls on the bank in the last micro-step. ``bank_mass_aged``: how much of it a
+            column from an earlier update gets, over a column of the present encoder: 1 when age tells nothing, near 0
+            when the bank is out of reach. And :meth:`DriftProbe.record`. Only what is known.
+        """
+        if self.bank is None or self.bank.fill == 0:
+            return {}
+        oldest = int(self.bank.ages_in_updates().max())
+        record: dict[str, float] = {"bank_age": oldest}
+        for key in ("bank_mass", "bank_mass_aged"):
+            value = float(self.last.get(key, math.nan))
+            if math.isfinite(value):
+                record[key] = value
+        return {**record, **(self.probe.record(oldest) if self.probe is not None else {})}
 
     @staticmethod
     def _may_look(tensor: Tensor) -> bool:
@@ -343,6 +429,8 @@ class BankedInfoNCE(nn.Module):
         self.log_sums = RunningLogSums(self.query_bank_size, device)
         if self.drift_compensation == "mean":
             self.passage_mean = RunningMean(dim, dtype=mean_dtype, device=device)
+            self.query_mean = RunningMean(dim, dtype=mean_dtype, device=device)
+            self.query_frames = QueryFrames(self.query_bank_size, dim, mean_dtype, device)
 
     def _entry(self, local: list[Tensor], shift: Tensor | None) -> _Entry:
         """What a micro-batch will put into the bank, and where."""
@@ -385,6 +473,8 @@ class BankedInfoNCE(nn.Module):
             finite,
         )
         self._summed_pairs = self.bank.pairs
+        if self.query_frames is not None:
+            self.query_frames.enter(entry.new_rows)
         grown = self._bank_block(entry.queries.dtype)
         if grown is not None:
             grown.add(entry.slots, entry.added, entry.new_rows, changed)
@@ -412,6 +502,10 @@ class BankedInfoNCE(nn.Module):
             device = self.bank.passages.device if self.bank is not None else passages.device
             mean_dtype = passages.dtype if mean is None else mean.dtype
             self._make_bank(passages.shape[1], h, passages.dtype, mean_dtype, device)
+            probe = state_dict.get(prefix + "probe.embeddings")
+            self.probe = None
+            if probe is not None:
+                self.probe = DriftProbe(probe.shape[2], probe.shape[3], probe.dtype, device, kept=probe.shape[0])
             self._ids_seen = True
             self._summed_pairs = int(state_dict[prefix + "bank.enqueued"])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -440,7 +534,7 @@ class _Entry(NamedTuple):
 
 def _softmax(scores: Tensor, log_sum: Tensor) -> Tensor:
     """exp(scores - log_sum) by rows: (r, c) and float64 (r,) to (r, c) in the dtype of the scores."""
-    return (scores.double() - log_sum[:, None]).exp_().to(scores.dtype)
+    return (scores - log_sum[:, None]).exp_().to(scores.dtype)  # the difference is float64, as log_sum is
 
 
 class _LossWithGradients(torch.autograd.Function):

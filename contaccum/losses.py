@@ -5,16 +5,33 @@ It encodes the columns of a data set and names duplicates by their tokens; the l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
+from contaccum.probe import PAIRS_PER_PROBE, TextProbe
+
+_LOSSES: weakref.WeakSet[ContAccumLoss] = weakref.WeakSet()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Tell the losses whose model this optimizer moves. Fused optimizers leave no other trace of a step."""
+    for loss in list(_LOSSES):
+        some = next((p for p in loss.model.parameters() if p.requires_grad), None)
+        if any(p is some for group in optimizer.param_groups for p in group["params"]):
+            loss._stepped = True
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 class ContAccumLoss(nn.Module):
@@ -122,6 +139,10 @@ class ContAccumLoss(nn.Module):
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
         self.info_nces = nn.ModuleDict({})
         self._size: str | None = None
+        self._probe: TextProbe | None = None
+        self._pairs_since_probe = 0
+        self._stepped = False  # whether an optimizer has moved the model since the last micro-step
+        _LOSSES.add(self)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": 0})
         BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
 
@@ -139,6 +160,8 @@ class ContAccumLoss(nn.Module):
         features = list(sentence_features)
         if len(features) < 2:
             raise ValueError(f"ContAccumLoss needs (anchor, positive, ...) columns, got {len(features)}")
+        if self.training and torch.is_grad_enabled() and self.settings["bank_size"]:
+            self._follow_encoder(features)
         ids = [token_hashes(column) for column in features]
         embeddings = [self.model(column)["sentence_embedding"] for column in features]
         return self.compute_loss_from_embeddings(embeddings, labels, ids=ids)
@@ -159,6 +182,24 @@ class ContAccumLoss(nn.Module):
         loss_fn = self._for_size(embeddings[0].shape[-1]) if self.training else self._without_bank
         return loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
 
+    def _follow_encoder(self, features: list[dict[str, Any]]) -> None:
+        """Count updates, and probe the encoder when one has passed and enough pairs with it."""
+        stepped, self._stepped = self._stepped, False
+        if stepped:
+            for loss_fn in self.info_nces.values():
+                loss_fn.end_update()  # type: ignore[operator]  # a BankedInfoNCE
+        # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
+        if self.settings["drift_compensation"] == "none" or isinstance(self.model.forward, ForwardDecorator):
+            return
+        first = self._probe is None and self.info_nce is None and TextProbe.fits(features)
+        if first:
+            self._probe = TextProbe(features)
+        if self._probe is not None and (first or (stepped and self._pairs_since_probe >= PAIRS_PER_PROBE)):
+            queries, passages = self._probe.encode(self.model)
+            self._for_size(queries.shape[-1]).observe_probe(queries, passages)
+            self._pairs_since_probe = 0
+        self._pairs_since_probe += len(features[0]["input_ids"]) if "input_ids" in features[0] else 0
+
     def _for_size(self, size: int) -> BankedInfoNCE:
         key = str(size)
         if key not in self.info_nces:
@@ -169,7 +210,13 @@ class ContAccumLoss(nn.Module):
 
     def bank_state_dict(self) -> dict[str, Tensor]:
         """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights."""
-        return dict(self.info_nces.state_dict())
+        state = dict(self.info_nces.state_dict())
+        if self._probe is not None:
+            device = next(iter(state.values())).device
+            since = {"pairs": self._pairs_since_probe, "stepped": int(self._stepped)}
+            state |= {f"probe.{key}": value for key, value in self._probe.state_dict().items()}
+            state |= {f"since_probe.{key}": torch.tensor(value, device=device) for key, value in since.items()}
+        return state
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what :meth:`bank_state_dict` gave.
@@ -177,9 +224,15 @@ class ContAccumLoss(nn.Module):
         Raises:
             ConfigError: when the state was written with other settings.
         """
-        for size in sorted({key.split(".", 1)[0] for key in state}, key=int):
+        probe = {key.removeprefix("probe."): value for key, value in state.items() if key.startswith("probe.")}
+        if probe:
+            self._probe = TextProbe.from_state_dict(probe)
+            self._pairs_since_probe = int(state["since_probe.pairs"])
+            self._stepped = bool(state["since_probe.stepped"])
+        banks = {key: value for key, value in state.items() if not key.startswith(("probe.", "since_probe."))}
+        for size in sorted({key.split(".", 1)[0] for key in banks}, key=int):
             self._for_size(int(size))
-        self.info_nces.load_state_dict(state)
+        self.info_nces.load_state_dict(banks)
 
     def get_config_dict(self) -> dict[str, Any]:
         config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}

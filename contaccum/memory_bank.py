@@ -61,9 +61,11 @@ class MemoryBank(nn.Module):
     negative_ids: Tensor
     negative_counts: Tensor
     inserted_at: Tensor
+    inserted_in: Tensor
     usable: Tensor
     enqueued: Tensor
     micro_steps: Tensor
+    updates: Tensor
 
     def __init__(
         self,
@@ -106,11 +108,13 @@ class MemoryBank(nn.Module):
         self.register_buffer("negative_ids", ids(bank_size, hard_negatives))
         self.register_buffer("negative_counts", torch.zeros(bank_size, dtype=torch.int64, device=device))
         self.register_buffer("inserted_at", torch.zeros(bank_size, dtype=torch.int64, device=device))
+        self.register_buffer("inserted_in", torch.zeros(bank_size, dtype=torch.int64, device=device))
         self.register_buffer("usable", torch.ones(bank_size, dtype=torch.bool, device=device))
         # Pairs and micro-steps seen since the start. Pointer and fill count follow from the first, so one
         # number in the state restores both. The Python twin spares a device read at every micro-step.
         self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("micro_steps", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=device))
         self._enqueued = 0
 
     @property
@@ -185,6 +189,7 @@ class MemoryBank(nn.Module):
                 if negative_ids is not None:
                     self.negative_ids[slots, :h] = negative_ids[source].to(self.negative_ids)
             self.inserted_at[slots] = self.micro_steps
+            self.inserted_in[slots] = self.updates
             self.usable[slots] = True if finite is None else finite
         for slots, source in self._slots(n, self.query_bank_size):
             self.queries[slots] = queries[source].to(self.queries)
@@ -248,6 +253,15 @@ class MemoryBank(nn.Module):
         return self.micro_steps - self.inserted_at[: self.fill]
 
     @torch.no_grad()
+    def end_update(self) -> None:
+        """Say that the encoder changed: what comes next belongs to another update."""
+        self.updates += 1
+
+    def ages_in_updates(self) -> Tensor:
+        """Updates since each filled row was encoded, int64 (m',): 0 for those of the present encoder."""
+        return self.updates - self.inserted_in[: self.fill]
+
+    @torch.no_grad()
     def grow_hard_negatives(self, hard_negatives: int) -> None:
         """Make room for more hard negatives per entry; what is stored stays. For data that mixes pairs and tuples."""
         more = hard_negatives - self.hard_negatives
@@ -265,6 +279,7 @@ class MemoryBank(nn.Module):
         self._enqueued = 0
         self.enqueued.zero_()
         self.micro_steps.zero_()
+        self.updates.zero_()
 
     def _check_batch(
         self,

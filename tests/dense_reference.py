@@ -16,6 +16,7 @@ def dense_loss(
     similarity: str,
     normalize_by: str = "local",
     masked: Tensor | None = None,
+    moved: Tensor | None = None,
 ) -> Tensor:
     """Mean row loss over local rows (or all), of every row against every column.
 
@@ -23,11 +24,15 @@ def dense_loss(
         rows, columns: parts to concatenate; gradients flow to the ones that require them.
         positives: the column of each row's positive.
         masked: bool (rows, columns), columns that a row leaves out.
+        moved: (rows, d), how far a row counts as moved in its push on the columns, though not in its scores.
     """
     q, c = torch.cat(rows), torch.cat(columns)
     if similarity == "cos":
         q, c = normalize(q, dim=-1), normalize(c, dim=-1)
     scores = q @ c.T / temperature
+    if moved is not None:
+        push = moved @ c.T / temperature
+        scores = scores + push - push.detach()
     if masked is not None:
         scores = scores.masked_fill(masked, -torch.inf)
     losses = torch.nn.functional.cross_entropy(scores, torch.tensor(positives), reduction="none")

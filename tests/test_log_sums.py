@@ -34,7 +34,12 @@ def dense_of_bank(loss_fn: BankedInfoNCE, inputs: list[Tensor], ids: list[Tensor
         column_ids = ids[1].tolist() + ids[2].reshape(-1).tolist()
         column_ids += entries.passage_ids.tolist() + entries.negative_ids.reshape(-1).tolist()
         masked = brute_force_mask(row_ids, positives, column_ids, set(known))
-    return dense_loss(rows, columns, positives, n, loss_fn.temperature, "dot", masked=masked)
+    moved = None
+    if loss_fn.query_frames is not None:
+        frames = loss_fn.query_frames
+        now = frames.origins[int(frames.moves) % len(frames.origins)]
+        moved = torch.cat([torch.zeros(n, D), now - frames.origins[frames.of_row[: len(entries.queries)]]]).to(dtype)
+    return dense_loss(rows, columns, positives, n, loss_fn.temperature, "dot", masked=masked, moved=moved)
 
 
 def relative(value: Tensor, tensors: list[Tensor], true_value: Tensor, true: list[Tensor]) -> list[float]:

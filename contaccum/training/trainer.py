@@ -29,6 +29,7 @@ from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
+from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._batch_samplers: list[DefaultBatchSampler] = []
         self.update: dict[str, Any] = {}
         self._update_started = 0.0
+        self._collapse = CollapseWatch()
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
@@ -228,6 +230,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "pairs_per_second": self.update["pairs"] * self.args.world_size / seconds,
             "peak_memory_mb": peak_memory_mb(self.args.device),
         }
+        for loss_fn in [loss.info_nce for loss in self.bank_losses() if loss.info_nce is not None][:1]:
+            record |= {"columns": loss_fn.last["columns"], "embedding_spread": float(loss_fn.last["embedding_spread"])}
+            record |= loss_fn.drift_record()
+            for warning in self._collapse.observe(record):
+                logger.warning(warning)
         self.update, self._update_started = {}, now
         self._last_record = record
         return record
@@ -235,7 +242,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         record = getattr(self, "_last_record", None)
         if "loss" in logs and record is not None:
-            keys = ("grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "pairs_per_second")
+            keys = ["grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "pairs_per_second"]
+            keys += ["bank_age", "bank_mass_aged", "drift_shift_passage", "drift_residual_passage"]
             logs = {**logs, **{key: record[key] for key in keys if key in record}}
         super().log(logs, start_time)
 

@@ -97,6 +97,31 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(build: Any, tied: 
         assert [line["loss"] for line in log_of(folder)] == [line["loss"] for line in expected_log[update:]]
 
 
+def test_drift_is_logged_and_a_run_that_probes_resumes_bit_for_bit(build: Any, tmp_path: Path) -> None:
+    # 72 pairs an update: the encoder is probed at the start, and after updates 2, 4 and 6.
+    settings = {"per_device_train_batch_size": 24, "bank_size": 150, "num_train_epochs": 3, "learning_rate": 3e-3}
+    straight = ContAccumTrainer(
+        model=build(False),
+        args=arguments(tmp_path / "a", save_strategy="steps", save_steps=1, **settings),
+        train_dataset=pairs(144),
+    )
+    straight.train()
+    log = log_of(tmp_path / "a")
+    assert len(log) == 6 and [line["bank_age"] for line in log] == [0, 1, 2, 2, 2, 2]
+    assert ["drift_age" in line for line in log] == [False, False, True, True, True, True]
+    for line in log[2:]:
+        assert 0 < line["drift_shift_passage"] < 100 and -1 <= line["drift_cosine_query"] < 1
+        assert line["drift_residual_passage"] > 0 and line["bank_mass_aged"] > 0 and 0 < line["bank_mass"] < 1
+    for update in (1, 3):
+        resumed = ContAccumTrainer(
+            model=build(False), args=arguments(tmp_path / str(update), **settings), train_dataset=pairs(144)
+        )
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{update}"))
+        expected, state = state_of(straight), state_of(resumed)
+        assert state.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(state[key], expected[key])] == []
+
+
 def test_checkpoint_without_a_bank_is_refused(build: Any, tmp_path: Path) -> None:
     args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     ContAccumTrainer(model=build(), args=args, train_dataset=pairs(12)).train()

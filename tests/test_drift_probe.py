@@ -1,0 +1,174 @@
+"""Probes of drift: what they measure, what they mend, and that training is not disturbed by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dense_reference import dense_loss
+from torch import Tensor, nn
+
+from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder
+from contaccum.drift import PAIRS_PER_FRAME, DriftProbe, QueryFrames
+from contaccum.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
+from contaccum.training.collapse import CollapseWatch
+
+D = 6
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_push_moves_every_row_by_what_its_tower_moved_since_it_came_whatever_wraps() -> None:
+    rows = 4 * PAIRS_PER_FRAME
+    frames = QueryFrames(rows, D, torch.float64)
+    position = torch.zeros(D, dtype=torch.float64)
+    then = torch.zeros(rows, D, dtype=torch.float64)
+    for step in range(60):  # 16 pairs each: a frame every fourth call, and the table of 6 frames wraps often
+        pairs = 16 * (step + 1)
+        slots = torch.arange(pairs - 16, pairs) % rows
+        frames.enter(slots)
+        then[slots] = position
+        if pairs % PAIRS_PER_FRAME == 0:
+            shift = randn(D, seed=step)
+            frames.move(shift, pairs)
+            position = position + shift
+        weights = randn(min(pairs, rows), 3, seed=1000 + step)
+        expected = weights.T @ (position - then[: len(weights)])
+        assert (frames.push(weights) - expected).abs().max() < 1e-11
+    assert len(frames.origins) == rows // PAIRS_PER_FRAME + 2
+
+
+def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batch() -> None:
+    """Known by a probe, a common shift is undone exactly: bank entries of four encoders, and the fresh full batch."""
+    n, k = 32, 4
+    queries, base = randn(n * k, D, seed=0), randn(n * k, D, seed=1)
+    shifts = [torch.zeros(D, dtype=torch.float64), *(3 * randn(D, seed=10 + i) for i in range(k))]
+    loss_fn = BankedInfoNCE(bank_size=n * (k - 1), temperature=0.5)
+    probe = (randn(8, D, seed=2), randn(8, D, seed=3))
+    total = torch.stack(shifts).cumsum(0)
+    for i in range(k - 1):  # an update after each: the passage tower moves as a whole
+        loss_fn.observe_probe(probe[0], probe[1] + total[i])
+        loss_fn(queries[i * n : i * n + n], base[i * n : i * n + n] + total[i])
+        loss_fn.end_update()
+    loss_fn.observe_probe(probe[0], probe[1] + total[k - 1])
+    local = [x.clone().requires_grad_() for x in (queries[-n:], base[-n:] + total[k - 1])]
+    loss_fn(*local).backward()
+    full = [x.clone().requires_grad_() for x in (queries, base + total[k - 1])]
+    dense_loss([full[0]], [full[1]], list(range(n * k)), n, 0.5, "dot").backward()
+    for mine, whole in zip(local, full, strict=True):
+        assert (mine.grad - whole.grad[-n:]).abs().max() < 1e-12
+    assert loss_fn.drift_record()["bank_age"] == 2  # the first encoder's entries have just made room
+
+
+def test_a_moved_query_pushes_from_where_it_is_now() -> None:
+    """Softmax weights are those of the stored scores; the push on passages is that of the moved query."""
+    n = PAIRS_PER_FRAME
+    old, fresh = [randn(n, D, seed=s) for s in (0, 1)], [randn(n, D, seed=s) for s in (2, 3)]
+    probe, shift = (randn(4, D, seed=4), randn(4, D, seed=5)), randn(D, seed=6)
+    loss_fn = BankedInfoNCE(bank_size=n)
+    loss_fn.observe_probe(*probe)
+    loss_fn(*old)
+    loss_fn.end_update()
+    loss_fn.observe_probe(probe[0] + shift, probe[1])
+    mine = [x.clone().requires_grad_() for x in fresh]
+    loss_fn(*mine).backward()
+    exact = [x.clone().requires_grad_() for x in fresh]
+    moved = torch.cat([torch.zeros(n, D), shift.expand(n, D)])
+    dense_loss([exact[0], old[0]], [exact[1], old[1]], list(range(2 * n)), n, 1.0, "dot", moved=moved).backward()
+    for a, b in zip(mine, exact, strict=True):
+        assert (a.grad - b.grad).abs().max() < 1e-12
+    assert not torch.allclose(moved[n:], torch.zeros(D, dtype=torch.float64))
+
+
+def test_probe_tells_shift_from_what_is_left() -> None:
+    probe = DriftProbe(8, D, torch.float64, kept=4)
+    queries, passages = randn(8, D, seed=0), randn(8, D, seed=1)
+    step = torch.full((D,), 0.5, dtype=torch.float64)
+    noise = randn(8, D, seed=2) * 0.1
+    for update in range(6):
+        shift = probe.observe(queries, passages + update * step + (update == 5) * noise, torch.tensor(update))
+        assert shift[0].abs().max() < 1e-12
+        expected = torch.zeros(D) if update == 0 else step + (noise.mean(0) if update == 5 else 0)
+        assert (shift[1] - expected).abs().max() < 1e-12
+    record = probe.record(oldest=2)
+    spread = (passages + noise - (passages + noise).mean(0)).square().sum(1).mean().sqrt()
+    assert record["drift_age"] == 2
+    assert record["drift_cosine_query"] == pytest.approx(1.0) and record["drift_cosine_passage"] < 0.99
+    assert record["drift_shift_passage"] == pytest.approx(((2 * step + noise.mean(0)).norm() / spread).item())
+    left = (noise - noise.mean(0)).square().sum(1).mean().sqrt() / spread
+    assert record["drift_residual_passage"] == pytest.approx(left.item())
+    assert record["drift_residual_query"] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.fixture
+def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
+    return DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer)
+
+
+def features_of(model: DualEncoder, n: int, seed: int) -> list[dict[str, Any]]:
+    ids = torch.randint(5, 60, (2, n, 7), generator=torch.Generator().manual_seed(seed))
+    return [
+        {"input_ids": ids[i], "attention_mask": torch.ones_like(ids[i]), "task": task}
+        for i, task in enumerate(("query", "document"))
+    ]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(
+    model: DualEncoder, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_fn = ContAccumLoss(model, bank_size=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    probed: list[int] = []
+    encode = TextProbe.encode
+
+    def counting(self: TextProbe, *args: Any) -> Any:
+        probed.append(step)
+        return encode(self, *args)
+
+    monkeypatch.setattr(TextProbe, "encode", counting)
+    model.train()
+    for step in range(40):  # 16 pairs each
+        loss_fn(features_of(model, 16, step)).backward()
+        if step % 2 == 1 and step != 23:
+            optimizer.step()
+        other.step()  # somebody else's
+        optimizer.zero_grad()
+    gap = PAIRS_PER_PROBE // 16
+    assert probed == [0, gap, 2 * gap, 3 * gap + 2, 4 * gap + 2]  # none was due at 24: nothing had stepped
+    assert loss_fn.info_nce.bank.updates == 18  # the last step has no micro-step after it yet
+    assert all(module.training for module in model.modules())
+
+
+def test_probing_draws_no_random_number_and_leaves_modes_as_they_were(model: DualEncoder) -> None:
+    model.train()
+    frozen = next(m for m in model.modules() if isinstance(m, nn.Dropout))
+    frozen.eval()  # someone's choice
+    modes = [module.training for module in model.modules()]
+    probe = TextProbe(features_of(model, 16, 0))
+    state = torch.get_rng_state()
+    first, second = probe.encode(model), probe.encode(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first[0].shape == (PROBE_TEXTS, model.get_embedding_dimension())
+    again = TextProbe.from_state_dict(probe.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(first, again.encode(model), strict=True))
+    assert again.features[0]["task"] == "query"
+
+
+def test_collapse_is_said_once_within_a_few_updates_and_a_bad_start_is_not_one() -> None:
+    watch = CollapseWatch()
+    guess = 6.24  # log(512)
+    for update in range(50):  # a fresh encoder guesses; that is no collapse
+        assert watch.observe({"update": update, "loss": guess, "columns": 512, "embedding_spread": 0.5}) == []
+    assert watch.observe({"update": 50, "loss": 2.0, "columns": 512}) == []
+    said = [watch.observe({"update": u, "loss": guess, "columns": 512, "bank_age": 7}) for u in range(51, 60)]
+    assert [len(lines) for lines in said] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert "7 updates old" in said[2][0] and "learning_rate" in said[2][0] and "bank_size" in said[2][0]
+    said = [watch.observe({"update": u, "embedding_spread": 1e-5, "bank_mass_aged": 1e-3}) for u in range(60, 64)]
+    assert [len(lines) for lines in said] == [0, 0, 2, 0]
