@@ -71,7 +71,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     drift_compensation: str = field(
         default="mean",
         metadata={
-            "help": "mean: shift banked passages by how far the mean of passages moved since. none: as in the paper.",
+            "help": "mean: banked entries move along with the mean of their tower. none: as in the paper.",
             "choices": ("mean", "none"),
         },
     )
