@@ -8,11 +8,10 @@ in the bank, d the embedding size, c columns.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from contaccum import bank_block
 from contaccum.bank_block import BankBlock
@@ -21,6 +20,7 @@ from contaccum.drift import DriftProbe, QueryFrames, RunningMean
 from contaccum.duplicates import KnownPositives
 from contaccum.errors import ConfigError
 from contaccum.log_sums import RunningLogSums
+from contaccum.loss_parts import Entry, LossWithGradients, softmax
 from contaccum.memory_bank import NO_ID, MemoryBank, check_embeddings
 from contaccum.settings import check_settings
 
@@ -171,7 +171,7 @@ class BankedInfoNCE(nn.Module):
                 return loss
             # Every rank computed the loss of the whole batch, and a reduction that averages follows.
             parts = [(g[own] * ranks).to(x.device, x.dtype) for g, x in zip(gradients, inputs, strict=True)]
-        return _LossWithGradients.apply(loss, parts, *inputs)
+        return LossWithGradients.apply(loss, parts, *inputs)
 
     def _micro_step(
         self, local: list[Tensor], ids: tuple[Tensor | None, ...], needs_gradient: bool, enqueue: bool
@@ -254,19 +254,19 @@ class BankedInfoNCE(nn.Module):
         gradients: list[Tensor] = []
         passage_mass = None
         if needs_gradient:
-            weights = _softmax(scores, log_sum)
+            weights = softmax(scores, log_sum)
             weights[own, own] -= 1
             query_gradient = weights @ columns
             column_gradient = weights.T @ queries
             for block, block_scores in zip(blocks, bank_scores, strict=True):
-                weights = _softmax(block_scores, log_sum)
+                weights = softmax(block_scores, log_sum)
                 if block is blocks[0]:
                     passage_mass = weights.sum(0)
                 query_gradient += block.entries.weighted_sum(weights)
                 if shift is not None:
                     query_gradient += weights.sum(1, keepdim=True) * shift
             if bank is not None and row_scores is not None and row_log_sum is not None:
-                weights = _softmax(row_scores, row_log_sum)
+                weights = softmax(row_scores, row_log_sum)
                 if bank.usable_rows is not None:
                     weights = torch.where(bank.usable_rows[:, None], weights, torch.zeros_like(weights))
                 column_gradient += bank.rows.weighted_sum(weights.T)
@@ -322,7 +322,7 @@ class BankedInfoNCE(nn.Module):
         """
         assert self.bank is not None
         aged = (self.bank.ages_in_updates() > 0).to(passage_mass.dtype)
-        local = _softmax(scores[:, :n], log_sum)
+        local = softmax(scores[:, :n], log_sum)
         in_batch = local.sum() - local.diagonal().sum()
         old = (passage_mass * aged).sum() / aged.sum()
         fresh = (in_batch + (passage_mass * (1 - aged)).sum()) / (n - 1 + (1 - aged).sum())
@@ -432,7 +432,7 @@ class BankedInfoNCE(nn.Module):
             self.query_mean = RunningMean(dim, dtype=mean_dtype, device=device)
             self.query_frames = QueryFrames(self.query_bank_size, dim, mean_dtype, device)
 
-    def _entry(self, local: list[Tensor], shift: Tensor | None) -> _Entry:
+    def _entry(self, local: list[Tensor], shift: Tensor | None) -> Entry:
         """What a micro-batch will put into the bank, and where."""
         assert self.bank is not None
         queries, passages = local[0], local[1]
@@ -449,10 +449,10 @@ class BankedInfoNCE(nn.Module):
             if negatives is not None:
                 padded[:, : negatives.shape[1]] = negatives[-slots.numel() :].to(self.bank.negatives.dtype)
             columns.append(padded.reshape(-1, self.bank.dim))
-        return _Entry(queries, passages, negatives, slots, evicted, new_rows, columns, [], [])
+        return Entry(queries, passages, negatives, slots, evicted, new_rows, columns, [], [])
 
     def _enqueue(
-        self, bank: BankBlock | None, entry: _Entry, ids: tuple[Tensor | None, ...], finite: Tensor | None = None
+        self, bank: BankBlock | None, entry: Entry, ids: tuple[Tensor | None, ...], finite: Tensor | None = None
     ) -> None:
         assert self.bank is not None
         query_ids, passage_ids, negative_ids = ids
@@ -516,40 +516,3 @@ class BankedInfoNCE(nn.Module):
             f"similarity={self.similarity!r}, normalize_by={self.normalize_by!r}, "
             f"drift_compensation={self.drift_compensation!r}"
         )
-
-
-class _Entry(NamedTuple):
-    """A micro-batch on its way into the bank."""
-
-    queries: Tensor  # (n, d)
-    passages: Tensor  # (n, d), as stored: without the running mean
-    negatives: Tensor | None  # (n, h, d)
-    slots: Tensor  # passage slots it will take, in order of the bank
-    evicted: Tensor  # those of them that are taken now
-    new_rows: Tensor  # query slots it will take
-    columns: list[Tensor]  # its passages, and its hard negatives, as the bank will give them back: (c, d)
-    removed: list[Tensor]  # scores of the banked rows against what goes, (mq', c) by block
-    added: list[Tensor]  # and against what comes
-
-
-def _softmax(scores: Tensor, log_sum: Tensor) -> Tensor:
-    """exp(scores - log_sum) by rows: (r, c) and float64 (r,) to (r, c) in the dtype of the scores."""
-    return (scores - log_sum[:, None]).exp_().to(scores.dtype)  # the difference is float64, as log_sum is
-
-
-class _LossWithGradients(torch.autograd.Function):
-    """A loss whose gradients are known already.
-
-    They are computed before the micro-batch enters the bank, because the bank is written in place: autograd would
-    find other numbers in the rows that it saved. It also keeps nothing of the bank alive until backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)

@@ -131,7 +131,7 @@ def _own_options() -> frozenset[str]:
 
 def _train_fingerprints(plan: Any) -> dict[str, str]:
     """Name of the run -> fingerprint of its training data; each data set is read once, and refused here if need be."""
-    from contaccum.data.pairs import load_training_data
+    from contaccum.training.command import load_data
 
     known: dict[tuple[Any, ...], str] = {}
     found = {}
@@ -139,13 +139,7 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
         data = run.data
         key = (data.train_data, data.data_format, data.split, data.num_hard_negatives, data.on_bad_record)
         if key not in known:
-            loaded = load_training_data(
-                data.train_data,
-                data_format=data.data_format,
-                split=data.split,
-                num_hard_negatives=data.num_hard_negatives,
-                on_bad_record=data.on_bad_record,
-            )
+            loaded = load_data(data)
             print(loaded.report.summary())
             known[key] = loaded.fingerprint
         found[run.name] = known[key]

@@ -70,10 +70,9 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from contaccum.benchmarks.command import machine
     from contaccum.comparison.evaluating import CurveCallback, EvaluationSettings, Evaluator
     from contaccum.comparison.trainer import ComparedTrainer
-    from contaccum.data.pairs import load_training_data
     from contaccum.evaluation.model_record import model_fingerprint
     from contaccum.evaluation.provenance import git_commit, package_versions
-    from contaccum.training.command import load_model
+    from contaccum.training.command import load_data, load_model
     from contaccum.training.config import parse
     from contaccum.training.curves import read_log
 
@@ -81,13 +80,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("threads"):
         torch.set_num_threads(int(job["threads"]))
     model_args, data_args, args = parse(job["options"])
-    data = load_training_data(
-        data_args.train_data,
-        data_format=data_args.data_format,  # type: ignore[arg-type]  # the reader checks it
-        split=data_args.split,
-        num_hard_negatives=data_args.num_hard_negatives,
-        on_bad_record=data_args.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
-    )
+    data = load_data(data_args)
     if data.fingerprint != job["identity"]["train_data"]:
         raise DataError(f"{data_args.train_data}: has changed since this comparison began; start it again")
     set_seed(args.seed)  # before the model: fresh weights are part of the seed

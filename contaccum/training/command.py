@@ -11,10 +11,10 @@ from sentence_transformers.sentence_transformer.modules import Router
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from contaccum.data.pairs import load_training_data
+from contaccum.data.pairs import TrainingData, load_training_data
 from contaccum.encoders import DualEncoder, is_tied, require_model, set_dropout, set_max_lengths
 from contaccum.errors import ConfigError, UserError
-from contaccum.training.config import ModelArguments, parse
+from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
 
 
@@ -23,13 +23,7 @@ def run(argv: Sequence[str]) -> int:
     model_args, data_args, args = parse(argv)
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
-    data = load_training_data(
-        data_args.train_data,
-        data_format=data_args.data_format,  # type: ignore[arg-type]  # the reader checks it
-        split=data_args.split,
-        num_hard_negatives=data_args.num_hard_negatives,
-        on_bad_record=data_args.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
-    )
+    data = load_data(data_args)
     print(data.report.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
@@ -39,6 +33,17 @@ def run(argv: Sequence[str]) -> int:
     if trainer.is_world_process_zero():
         print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
     return 0
+
+
+def load_data(arguments: DataArguments) -> TrainingData:
+    """The training data that the arguments name."""
+    return load_training_data(
+        arguments.train_data,
+        data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
+        split=arguments.split,
+        num_hard_negatives=arguments.num_hard_negatives,
+        on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
+    )
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:

@@ -1,0 +1,46 @@
+"""Parts of the banked loss that know no bank: softmax weights, gradients known in forward, a micro-batch on its way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Entry(NamedTuple):
+    """A micro-batch on its way into the bank."""
+
+    queries: Tensor  # (n, d)
+    passages: Tensor  # (n, d), as stored: without the running mean
+    negatives: Tensor | None  # (n, h, d)
+    slots: Tensor  # passage slots it will take, in order of the bank
+    evicted: Tensor  # those of them that are taken now
+    new_rows: Tensor  # query slots it will take
+    columns: list[Tensor]  # its passages, and its hard negatives, as the bank will give them back: (c, d)
+    removed: list[Tensor]  # scores of the banked rows against what goes, (mq', c) by block
+    added: list[Tensor]  # and against what comes
+
+
+def softmax(scores: Tensor, log_sum: Tensor) -> Tensor:
+    """exp(scores - log_sum) by rows: (r, c) and float64 (r,) to (r, c) in the dtype of the scores."""
+    return (scores - log_sum[:, None]).exp_().to(scores.dtype)  # the difference is float64, as log_sum is
+
+
+class LossWithGradients(torch.autograd.Function):
+    """A loss whose gradients are known already.
+
+    They are computed before the micro-batch enters the bank, because the bank is written in place: autograd would
+    find other numbers in the rows that it saved. It also keeps nothing of the bank alive until backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)
