@@ -99,10 +99,11 @@ class BankBlock:
         self.positives = entries.positives
         self.row_query_ids = entries.query_ids[entries.positives]
         self.row_passage_ids = entries.passage_ids[entries.positives]
-        # On a CPU nothing that is not finite gets in; elsewhere it is marked, and left out of rows and columns.
-        self.marked = bank.passages.device.type != "cpu" or not EAGER_CPU
+        # Retired entries are left out of rows and columns; so is what is not finite, which a CPU never lets in.
+        self.marked = bank.in_use < bank.fill or bank.passages.device.type != "cpu" or not EAGER_CPU
         self.usable_rows = entries.usable[entries.positives] if self.marked else None
         self.columns = self._columns(slice(0, bank.fill))
+        self.in_use = (bank.in_use * (1 + bank.hard_negatives), bank.queries_in_use)  # columns and rows
 
     def _columns(self, slots: Tensor | slice) -> list[Columns]:
         entries = self.bank.entries()
@@ -198,6 +199,8 @@ class BankBlock:
         stale = self.sums.worn(count)
         if changed_query_ids is not None:
             stale |= self._rows_of(changed_query_ids)
+        if self.usable_rows is not None:
+            stale &= self.usable_rows
         stale.index_fill_(0, new_rows, True)
         rows = _indices(stale, limit=new_rows.numel() + 4 * slots.numel(), first=new_rows)
         self._set(rows, new_rows)

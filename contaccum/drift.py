@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DRIFT_COMPENSATIONS = ("mean", "none")
+DRIFT_COMPENSATIONS = ("auto", "mean", "none")
+
+RESIDUAL_BOUND = 0.08
+"""What may be left of an entry's drift once the mean shift is taken off, in units of its tower's spread."""
+
+PROBES_KEPT = 32
+"""Probes over the life of a bank; a larger bank keeps them further apart."""
 
 PAIRS_PER_FRAME = 64
 """Pairs between two moves of the query tower's frame of reference, at least: bounds how many a bank holds."""
@@ -157,38 +163,72 @@ class DriftProbe(nn.Module):
     """What the embeddings of a few fixed texts did while the encoder learned, for both towers.
 
     The texts are encoded again every so often. Their mean shift is that of the tower, far more exact than from means of
-    ever new texts, because the texts do not change; and what they did beyond it is what compensation leaves.
+    ever new texts, because the texts do not change; and what they did beyond it is what compensation leaves, which tells
+    how old is too old.
 
     Args:
         texts: probe pairs S.
         dim: the embedding size d.
-        kept: how many of the latest probes to keep.
+        life: pairs that the bank holds: how far back probes are kept.
     """
 
     embeddings: Tensor
     update: Tensor
-    count: Tensor
+    pairs: Tensor
 
     def __init__(
-        self, texts: int, dim: int, dtype: torch.dtype, device: torch.device | None = None, kept: int = 16
+        self, texts: int, dim: int, dtype: torch.dtype, device: torch.device | None = None, life: int = 1024
     ) -> None:
         super().__init__()
-        self.register_buffer("embeddings", torch.zeros(kept, 2, texts, dim, dtype=dtype, device=device))
-        self.register_buffer("update", torch.zeros(kept, dtype=torch.int64, device=device))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+        self.spacing = max(PAIRS_PER_FRAME, life // PROBES_KEPT + 1)
+        self.register_buffer("embeddings", torch.zeros(PROBES_KEPT + 2, 2, texts, dim, dtype=dtype, device=device))
+        self.register_buffer("update", torch.zeros(PROBES_KEPT + 2, dtype=torch.int64, device=device))
+        # Pairs of training seen at each probe kept, oldest first, then -1: on the host, but for the state.
+        self.register_buffer("pairs", torch.full((PROBES_KEPT + 2,), -1, dtype=torch.int64))
+        self._pairs: list[int] = []
 
     @torch.no_grad()
-    def observe(self, queries: Tensor, passages: Tensor, update: Tensor) -> Tensor:
-        """Take in the embeddings, (S, d) each, as of ``update``; returns the mean shift since the last, (2, d)."""
+    def observe(self, queries: Tensor, passages: Tensor, update: Tensor, pairs: int) -> Tensor:
+        """Take in the embeddings, (S, d) each, as of ``update`` and ``pairs``; the mean shift since the last, (2, d)."""
         fresh = torch.stack([queries, passages]).to(self.embeddings)
-        kept = len(self.embeddings)
-        last = self.embeddings.index_select(0, ((self.count - 1) % kept).reshape(1))[0]
-        shift = (fresh - last).mean(1) * (self.count > 0)
-        place = (self.count % kept).reshape(1)
-        self.embeddings.index_copy_(0, place, fresh[None])
-        self.update.index_copy_(0, place, update.reshape(1))
-        self.count += 1
+        known = len(self._pairs)
+        shift = (fresh - self.embeddings[max(known - 1, 0)]).mean(1) * (known > 0)
+        # The latest probe stays beside the others once it is far enough from the one before it.
+        if known > 1 and self._pairs[-1] - self._pairs[-2] < self.spacing:
+            known -= 1
+        elif known == len(self.embeddings):
+            known -= 1
+            for buffer in (self.embeddings, self.update):
+                buffer.copy_(buffer.roll(-1, 0))
+            del self._pairs[0]
+        self._pairs[known:] = [pairs]
+        self.embeddings[known] = fresh
+        self.update[known] = update
         return shift
+
+    def residuals(self) -> Tensor:
+        """What the mean shift leaves of the drift since each probe but the latest, for both towers: (kept - 1, 2).
+
+        Root mean square over the texts, in units of the root mean squared distance of the texts from their mean.
+        """
+        then, now = self.embeddings[: len(self._pairs) - 1].double(), self.embeddings[len(self._pairs) - 1].double()
+        moved = now - then
+        left = (moved - moved.mean(2, keepdim=True)).square().sum(-1).mean(-1)
+        return (left / _variance(now)).sqrt()
+
+    def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
+        """Pairs of training after which an entry has drifted further than ``bound``; infinite when none kept has.
+
+        Args:
+            residuals: of one tower, (kept - 1,), as :meth:`residuals` gives them. Between probes they are interpolated.
+        """
+        ages = [self._pairs[-1] - pairs for pairs in self._pairs[-2::-1]]
+        before, less = 0.0, 0.0
+        for age, residual in zip(ages, reversed(residuals.tolist()), strict=True):
+            if residual > bound:
+                return before + (age - before) * (bound - less) / (residual - less)
+            before, less = age, residual
+        return math.inf
 
     def record(self, oldest: int) -> dict[str, float]:
         """Drift over the life of the bank, or over as much of it as is kept; empty before the second probe.
@@ -202,21 +242,31 @@ class DriftProbe(nn.Module):
             the mean shift, in units of the texts' root mean squared distance from their mean) and
             ``drift_residual_...`` (what is left without the mean shift, in the same units). Reads the device.
         """
-        count, kept = int(self.count), len(self.embeddings)
-        places = [i % kept for i in range(max(0, count - kept), count)]
-        if len(places) < 2:
+        last = len(self._pairs) - 1
+        if last < 1:
             return {}
         updates = self.update.tolist()
-        now = places[-1]
-        older = [place for place in places[:-1] if updates[now] - updates[place] <= max(oldest, 1)]
-        then = older[0] if older else places[-2]
-        record: dict[str, float] = {"drift_age": updates[now] - updates[then]}
+        then = next((i for i in range(last) if updates[last] - updates[i] <= max(oldest, 1)), last - 1)
+        record: dict[str, float] = {"drift_age": updates[last] - updates[then]}
+        residuals = self.residuals()
         for tower, name in enumerate(("query", "passage")):
-            new, old = self.embeddings[now, tower].double(), self.embeddings[then, tower].double()
-            spread = (new - new.mean(0)).square().sum(1).mean().sqrt().clamp_min(1e-12)
-            moved = new - old
-            shift = moved.mean(0)
+            new, old = self.embeddings[last, tower].double(), self.embeddings[then, tower].double()
+            shift = (new - old).mean(0).norm() / _variance(new).sqrt()
             record[f"drift_cosine_{name}"] = nn.functional.cosine_similarity(new, old).mean().item()
-            record[f"drift_shift_{name}"] = (shift.norm() / spread).item()
-            record[f"drift_residual_{name}"] = ((moved - shift).square().sum(1).mean().sqrt() / spread).item()
+            record[f"drift_shift_{name}"] = shift.item()
+            record[f"drift_residual_{name}"] = residuals[then, tower].item()
         return record
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.pairs.fill_(-1)
+        self.pairs[: len(self._pairs)] = torch.tensor(self._pairs, dtype=torch.int64)
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._pairs = [pairs for pairs in self.pairs.tolist() if pairs >= 0]
+
+
+def _variance(embeddings: Tensor) -> Tensor:
+    """Mean squared distance of texts from their mean: (..., S, d) to (...)."""
+    return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1).clamp_min(1e-24)

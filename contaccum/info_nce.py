@@ -51,7 +51,9 @@ class BankedInfoNCE(nn.Module):
         bank_hard_negatives: keep hard negatives in the bank as columns.
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower: passages in the scores,
             queries in the push that they give to passages. How far the means moved comes from running means, or from
-            :meth:`observe_probe` once that is called. ``"none"`` uses entries as they were, as the paper does.
+            :meth:`observe_probe` once that is called. ``"auto"`` also retires entries that have drifted too far in
+            spite of it, as the probe tells (without one it is ``"mean"``). ``"none"`` uses entries as they were, as the
+            paper does.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as
@@ -67,7 +69,7 @@ class BankedInfoNCE(nn.Module):
         last: diagnostics of the last call, detached tensors and ints: ``loss`` (what was returned), ``local_loss``
             and ``bank_loss`` (mean over local and over bank rows), ``local_accuracy`` (share of local rows whose
             positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
-            used), ``bank_fill`` (passage rows after the call) and ``enqueued`` (pairs the call put into the bank);
+            used), ``bank_fill`` (passage rows in use after the call) and ``enqueued`` (pairs the call put into the bank);
             ``embedding_spread`` (squared distance of the local passages from their mean, over their squared length);
             with gradients also ``bank_mass`` and ``bank_mass_aged``, see :meth:`drift_record`.
 
@@ -96,7 +98,7 @@ class BankedInfoNCE(nn.Module):
         normalize_by: Literal["local", "all"] = "local",
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
-        drift_compensation: Literal["mean", "none"] = "mean",
+        drift_compensation: Literal["auto", "mean", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         gather_across_devices: bool = False,
         bank_device: torch.device | str | None = None,
@@ -201,6 +203,7 @@ class BankedInfoNCE(nn.Module):
         column_query_ids = torch.cat([query_ids, torch.full_like(negative_ids.reshape(-1), NO_ID)])
         self._ids_seen = self._ids_seen or any(x is not None for x in ids)
         bank = self._bank_block(queries.dtype)
+        used = (0, 0) if bank is None else bank.in_use
         known = self._known_positives(query_ids, passage_ids)
 
         # Local rows: n x c and n x m scores.
@@ -304,9 +307,9 @@ class BankedInfoNCE(nn.Module):
             "local_loss": local_losses.mean(),
             "bank_loss": bank_losses.mean() if bank_losses.numel() else bank_losses.sum(),
             "local_accuracy": (positive >= top.double()).to(loss.dtype).mean(),
-            "columns": columns.shape[0] + sum(len(block.entries) for block in blocks),
-            "bank_rows": bank_losses.numel(),
-            "bank_fill": 0 if self.bank is None else self.bank.fill,
+            "columns": columns.shape[0] + used[0],
+            "bank_rows": used[1],
+            "bank_fill": 0 if self.bank is None else self.bank.in_use,
             "enqueued": enqueued,
             "embedding_spread": (passages - passages.mean(0)).square().sum() / passages.square().sum()
             if n > 1
@@ -321,11 +324,13 @@ class BankedInfoNCE(nn.Module):
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
         assert self.bank is not None
-        aged = (self.bank.ages_in_updates() > 0).to(passage_mass.dtype)
+        usable = self.bank.entries().usable
+        aged = ((self.bank.ages_in_updates() > 0) & usable).to(passage_mass.dtype)
+        recent = usable.to(passage_mass.dtype) - aged
         local = softmax(scores[:, :n], log_sum)
         in_batch = local.sum() - local.diagonal().sum()
         old = (passage_mass * aged).sum() / aged.sum()
-        fresh = (in_batch + (passage_mass * (1 - aged)).sum()) / (n - 1 + (1 - aged).sum())
+        fresh = (in_batch + (passage_mass * recent).sum()) / (n - 1 + recent.sum())
         return {"bank_mass": passage_mass.sum() / n, "bank_mass_aged": old / fresh}
 
     def end_update(self) -> None:
@@ -340,7 +345,8 @@ class BankedInfoNCE(nn.Module):
         Call it before the first micro-batch, and again after updates, every 64 pairs at the most. Between two calls
         the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
         up. Eight texts, without dropout, tell a mean shift better than hundreds of ever new ones, since what differs
-        between texts falls out. Does nothing with ``drift_compensation="none"`` but keep the measurements.
+        between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, which
+        reads one small tensor from the device. With ``"none"`` it only measures.
         """
         check_embeddings(queries, passages)
         if self.bank_size == 0:
@@ -352,13 +358,21 @@ class BankedInfoNCE(nn.Module):
         self._prepare_bank(queries.shape[1], None, fresh[0])
         assert self.bank is not None
         if self.probe is None:
-            self.probe = DriftProbe(queries.shape[0], queries.shape[1], dtype, fresh[0].device)
-        shift = self.probe.observe(fresh[0], fresh[1], self.bank.updates)
-        if self.gather_across_devices and world_size() > 1:
-            shift = sum_over_ranks(shift) / world_size()
+            self.probe = DriftProbe(queries.shape[0], queries.shape[1], dtype, fresh[0].device, self.bank_size)
+        shift = self._over_ranks(self.probe.observe(fresh[0], fresh[1], self.bank.updates, self.bank.pairs))
         if self.passage_mean is not None and self.query_frames is not None:
             self.passage_mean.mean += shift[1].to(self.passage_mean.mean)
             self.query_frames.move(shift[0], self.bank.pairs)
+        if self.drift_compensation == "auto":
+            limit = self.probe.age_limit(self._over_ranks(self.probe.residuals()[:, 1]))
+            self.bank.limit = int(min(limit, self.bank_size))
+            self.bank.encoder_moved()
+
+    def _over_ranks(self, measured: Tensor) -> Tensor:
+        """The mean over the ranks that share a bank, so that all do the same to it."""
+        if self.gather_across_devices and world_size() > 1:
+            return sum_over_ranks(measured) / world_size()
+        return measured
 
     def drift_record(self) -> dict[str, float]:
         """What there is to know about the age of the bank, for a log line: reads the device.
@@ -371,8 +385,8 @@ class BankedInfoNCE(nn.Module):
         """
         if self.bank is None or self.bank.fill == 0:
             return {}
-        oldest = int(self.bank.ages_in_updates().max())
-        record: dict[str, float] = {"bank_age": oldest}
+        oldest = int((self.bank.ages_in_updates() * self.bank.entries().usable).max())
+        record: dict[str, float] = {"bank_age": oldest, "bank_fill": self.bank.in_use}
         for key in ("bank_mass", "bank_mass_aged"):
             value = float(self.last.get(key, math.nan))
             if math.isfinite(value):
@@ -427,7 +441,7 @@ class BankedInfoNCE(nn.Module):
     ) -> None:
         self.bank = MemoryBank(self.bank_size, dim, h, dtype, self.query_bank_size, device)
         self.log_sums = RunningLogSums(self.query_bank_size, device)
-        if self.drift_compensation == "mean":
+        if self.drift_compensation != "none":
             self.passage_mean = RunningMean(dim, dtype=mean_dtype, device=device)
             self.query_mean = RunningMean(dim, dtype=mean_dtype, device=device)
             self.query_frames = QueryFrames(self.query_bank_size, dim, mean_dtype, device)
@@ -459,7 +473,7 @@ class BankedInfoNCE(nn.Module):
         changed = None
         if self.mask_duplicates and self._ids_seen:
             # Masks hang on which pairs are known, so pairs that come or go touch the other rows of their queries.
-            gone = self.bank.query_ids[entry.evicted]
+            gone = self.bank.query_ids[entry.slots]
             changed = gone if query_ids is None else torch.cat([gone, query_ids.long()])
         if bank is not None and entry.removed:
             bank.remove(entry.evicted, entry.removed)
@@ -484,10 +498,11 @@ class BankedInfoNCE(nn.Module):
         passages = state_dict.get(prefix + "bank.passages")
         if passages is not None:
             mean = state_dict.get(prefix + "passage_mean.mean")
-            if (mean is not None) != (self.drift_compensation == "mean"):
+            if (mean is None) != (self.drift_compensation == "none"):
                 raise ConfigError(
-                    f"this state was written with drift_compensation={'mean' if mean is not None else 'none'!r}, but "
-                    f"this loss has {self.drift_compensation!r} and would misread its bank. Use the same setting."
+                    f"this state was written {'without' if mean is None else 'with'} compensation for drift, but this "
+                    f"loss has drift_compensation={self.drift_compensation!r} and would misread its bank. Use the same "
+                    "setting."
                 )
             if (
                 passages.shape[0] != self.bank_size
@@ -505,7 +520,7 @@ class BankedInfoNCE(nn.Module):
             probe = state_dict.get(prefix + "probe.embeddings")
             self.probe = None
             if probe is not None:
-                self.probe = DriftProbe(probe.shape[2], probe.shape[3], probe.dtype, device, kept=probe.shape[0])
+                self.probe = DriftProbe(probe.shape[2], probe.shape[3], probe.dtype, device, self.bank_size)
             self._ids_seen = True
             self._summed_pairs = int(state_dict[prefix + "bank.enqueued"])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -16,7 +16,7 @@ class Entry(NamedTuple):
     passages: Tensor  # (n, d), as stored: without the running mean
     negatives: Tensor | None  # (n, h, d)
     slots: Tensor  # passage slots it will take, in order of the bank
-    evicted: Tensor  # those of them that are taken now
+    evicted: Tensor  # slots of entries in use that go: overwritten, or past the age limit
     new_rows: Tensor  # query slots it will take
     columns: list[Tensor]  # its passages, and its hard negatives, as the bank will give them back: (c, d)
     removed: list[Tensor]  # scores of the banked rows against what goes, (mq', c) by block

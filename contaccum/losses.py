@@ -107,7 +107,7 @@ class ContAccumLoss(nn.Module):
         normalize_by: Literal["local", "all"] = "local",
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
-        drift_compensation: Literal["mean", "none"] = "mean",
+        drift_compensation: Literal["auto", "mean", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         bank_device: torch.device | str | None = None,
     ) -> None:

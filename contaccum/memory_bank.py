@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+RETIRED_AT_ONCE = 64
+"""Pairs that a micro-step retires for their age, at most, beside as many as come: bounds its cost when a limit falls."""
+
 NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
 
@@ -31,11 +34,14 @@ class BankEntries(NamedTuple):
     negative_counts: Tensor  # (m',) how many of a row's h hard negatives exist
     positives: Tensor  # (mq',)
     inserted_at: Tensor  # (m',) the micro-step, counted from 0, at which each passage row came
-    usable: Tensor  # bool (m',); False: the pair was not finite and its row holds zeros
+    usable: Tensor  # bool (m',); False: not finite (the row holds zeros), or past the age limit
 
 
 class MemoryBank(nn.Module):
     """Ring buffers of the last ``bank_size`` (query, passage, hard negatives) entries; the newest overwrite the oldest.
+
+    With a ``limit`` below ``bank_size`` the oldest entries retire before they are overwritten: they keep their rows, and
+    ``usable`` is False there. Entries since the last :meth:`end_update` never retire.
 
     Args:
         bank_size: rows m of the passage bank. 0 gives a bank that accepts entries and keeps none.
@@ -66,6 +72,7 @@ class MemoryBank(nn.Module):
     enqueued: Tensor
     micro_steps: Tensor
     updates: Tensor
+    counts: Tensor
 
     def __init__(
         self,
@@ -116,6 +123,28 @@ class MemoryBank(nn.Module):
         self.register_buffer("micro_steps", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=device))
         self._enqueued = 0
+        # The limit, the first pair still in use, the first of the present update: host numbers, kept here for the state.
+        self.register_buffer("counts", torch.tensor([bank_size, 0, 0]))
+        self._limit, self._first, self._update_began = bank_size, 0, 0
+
+    @property
+    def limit(self) -> int:
+        """Entries in use at most, those of the present update apart."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, entries: int) -> None:
+        self._limit = min(max(entries, 0), self.bank_size)
+
+    @property
+    def in_use(self) -> int:
+        """Entries that have not retired, at most ``fill``."""
+        return min(self._enqueued - self._first, self.fill)
+
+    @property
+    def queries_in_use(self) -> int:
+        """Entries of the query bank that have not retired."""
+        return min(self.in_use, self.query_fill)
 
     @property
     def pairs(self) -> int:
@@ -178,6 +207,9 @@ class MemoryBank(nn.Module):
             )
         n = queries.shape[0]
         h = 0 if negatives is None else negatives.shape[1]
+        if (first := self._first_after(n)) > self._first:
+            self.usable[self._slots_of(self._first, min(first, self._enqueued))] = False
+            self._first = first
         for slots, source in self._slots(n, self.bank_size):
             self.passages[slots] = passages[source].to(self.passages)
             self.query_ids[slots] = NO_ID if query_ids is None else query_ids[source].to(self.query_ids)
@@ -198,19 +230,25 @@ class MemoryBank(nn.Module):
         self.micro_steps += 1
 
     def next_slots(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the next ``n`` pairs will go: passage slots, those of them that are taken now, and query slots."""
+        """What the next ``n`` pairs will do: passage slots they take, those of entries in use that go, query slots."""
 
-        def indices(runs: list[tuple[slice, slice]], below: int) -> Tensor:
-            parts = [
-                torch.arange(s.start, min(s.stop, below), device=self.passages.device)
-                for s, _ in runs
-                if s.start < below
-            ]
-            return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.passages.device)
+        def taken(size: int) -> Tensor:
+            return self._slots_of(self._enqueued + n - min(n, size), self._enqueued + n, size)
 
-        passages = self._slots(n, self.bank_size)
-        queries = self._slots(n, self.query_bank_size)
-        return indices(passages, self.bank_size), indices(passages, self.fill), indices(queries, self.query_bank_size)
+        leaving = self._slots_of(max(self._first, self._enqueued - self.bank_size), self._first_after(n))
+        return taken(self.bank_size), leaving, taken(self.query_bank_size)
+
+    def _first_after(self, n: int) -> int:
+        """The first pair in use once ``n`` more have come: after those overwritten, and after those past the limit."""
+        overwritten = self._enqueued + n - self.bank_size
+        past_limit = min(self._enqueued + n - self._limit, self._update_began, self._first + n + RETIRED_AT_ONCE)
+        return max(self._first, overwritten, past_limit)
+
+    def _slots_of(self, first: int, end: int, size: int | None = None) -> Tensor:
+        """Slots of the pairs ``first`` to ``end`` (not included): those in the passage ring, or all in one of ``size``."""
+        end = min(end, self._enqueued) if size is None else end
+        pairs = torch.arange(first, max(end, first), device=self.passages.device)
+        return pairs % max(self.bank_size if size is None else size, 1)
 
     def _slots(self, n: int, size: int) -> list[tuple[slice, slice]]:
         """(slots, rows of the micro-batch) to copy for a ring of ``size`` rows: at most two contiguous runs."""
@@ -256,6 +294,11 @@ class MemoryBank(nn.Module):
     def end_update(self) -> None:
         """Say that the encoder changed: what comes next belongs to another update."""
         self.updates += 1
+        self.encoder_moved()
+
+    def encoder_moved(self) -> None:
+        """Say that the entries so far are of an older encoder, and may retire."""
+        self._update_began = self._enqueued
 
     def ages_in_updates(self) -> Tensor:
         """Updates since each filled row was encoded, int64 (m',): 0 for those of the present encoder."""
@@ -276,7 +319,7 @@ class MemoryBank(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """Empty the bank; the storage stays allocated."""
-        self._enqueued = 0
+        self._enqueued, self._limit, self._first, self._update_began = 0, self.bank_size, 0, 0
         self.enqueued.zero_()
         self.micro_steps.zero_()
         self.updates.zero_()
@@ -309,6 +352,11 @@ class MemoryBank(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._enqueued = int(self.enqueued)
+        self._limit, self._first, self._update_began = self.counts.tolist()
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.counts.copy_(torch.tensor([self._limit, self._first, self._update_began]))
+        super()._save_to_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return (

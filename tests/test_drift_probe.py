@@ -10,7 +10,7 @@ from dense_reference import dense_loss
 from torch import Tensor, nn
 
 from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder
-from contaccum.drift import PAIRS_PER_FRAME, DriftProbe, QueryFrames
+from contaccum.drift import PAIRS_PER_FRAME, PROBES_KEPT, DriftProbe, QueryFrames
 from contaccum.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 from contaccum.training.collapse import CollapseWatch
 
@@ -84,12 +84,14 @@ def test_a_moved_query_pushes_from_where_it_is_now() -> None:
 
 
 def test_probe_tells_shift_from_what_is_left() -> None:
-    probe = DriftProbe(8, D, torch.float64, kept=4)
+    probe = DriftProbe(8, D, torch.float64)
     queries, passages = randn(8, D, seed=0), randn(8, D, seed=1)
     step = torch.full((D,), 0.5, dtype=torch.float64)
     noise = randn(8, D, seed=2) * 0.1
     for update in range(6):
-        shift = probe.observe(queries, passages + update * step + (update == 5) * noise, torch.tensor(update))
+        shift = probe.observe(
+            queries, passages + update * step + (update == 5) * noise, torch.tensor(update), 64 * update
+        )
         assert shift[0].abs().max() < 1e-12
         expected = torch.zeros(D) if update == 0 else step + (noise.mean(0) if update == 5 else 0)
         assert (shift[1] - expected).abs().max() < 1e-12
@@ -101,6 +103,69 @@ def test_probe_tells_shift_from_what_is_left() -> None:
     left = (noise - noise.mean(0)).square().sum(1).mean().sqrt() / spread
     assert record["drift_residual_passage"] == pytest.approx(left.item())
     assert record["drift_residual_query"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_probes_are_kept_over_the_life_of_the_bank_and_the_latest_is_always_there() -> None:
+    life = 40 * PROBES_KEPT
+    probe = DriftProbe(2, D, torch.float64, life=100 * life)
+    every = 1000
+    assert probe.spacing > 3 * every
+    for i in range(1000):
+        position = torch.full((2, D), float(i), dtype=torch.float64)
+        shift = probe.observe(position, -position, torch.tensor(i), i * every)
+        assert shift.flatten().tolist() == ([1.0] * D + [-1.0] * D if i else [0.0] * 2 * D)
+        kept = probe._pairs
+        gaps = [b - a for a, b in zip(kept[:-1], kept[1:], strict=True)]
+        assert kept[-1] == i * every and all(probe.spacing <= gap <= probe.spacing + every for gap in gaps[:-1])
+        assert probe.embeddings[: len(kept), 0, 0, 0].tolist() == [pairs / every for pairs in kept]
+        assert kept[0] == 0 or kept[-1] - kept[0] >= 100 * life
+        if i == 499:
+            again = DriftProbe(2, D, torch.float64, life=100 * life)
+            again.load_state_dict(probe.state_dict())
+            probe = again
+
+
+def test_age_limit_is_where_the_residual_passes_the_bound() -> None:
+    """Texts that move apart at a constant rate: the residual grows linearly with age, whatever the mean does."""
+    passages, turn = randn(8, D, seed=1), 1e-4 * randn(8, D, seed=2)
+    probe = DriftProbe(8, D, torch.float64, life=2000)
+    for i in range(21):
+        now = passages + i * turn + i
+        probe.observe(now, now, torch.tensor(i), 100 * i)
+    spread = (now - now.mean(0)).square().sum(1).mean().sqrt()
+    rate = (turn - turn.mean(0)).square().sum(1).mean().sqrt() / spread / 100  # per pair
+    residuals = probe.residuals()
+    assert torch.allclose(residuals[:, 0], rate * torch.arange(2000, 0, -100))
+    for age in (30.0, 777.0, 1990.0):
+        assert probe.age_limit(residuals[:, 1], bound=float(rate) * age) == pytest.approx(age)
+    assert probe.age_limit(residuals[:, 1], bound=float(rate) * 2001) == float("inf")
+
+
+def test_auto_retires_what_drifted_too_far_and_takes_more_again_when_the_encoder_settles() -> None:
+    n, texts = 32, randn(8, D, seed=1)
+    loss_fn = BankedInfoNCE(bank_size=1024)
+    passages = texts
+    in_use = []
+    for update in range(100):
+        loss_fn.observe_probe(texts, passages)
+        for i in range(4):
+            loss_fn(randn(n, D, seed=2 * i), randn(n, D, seed=2 * i + 1))
+            if update:
+                assert loss_fn.bank.in_use >= n * (i + 1)  # the present update's, whatever the drift
+        in_use.append(loss_fn.bank.in_use)
+        # First it moves as a whole, then every text goes its own way, then it settles.
+        passages = passages + (1.0 if update < 20 else randn(8, D, seed=100 + update) * (update < 50))
+    assert in_use[:8] == [128 * (i + 1) for i in range(8)] and in_use[19] == 1024
+    assert in_use[49] == 128
+    assert in_use[-1] == 1024
+    assert loss_fn.drift_record()["bank_fill"] == 1024
+
+    paper, mean = BankedInfoNCE(bank_size=64, drift_compensation="none"), BankedInfoNCE(64, drift_compensation="mean")
+    for fn in (paper, mean):
+        for update in range(4):
+            fn.observe_probe(texts, texts + 10 * randn(8, D, seed=update))
+            fn(randn(n, D, seed=2 * update), randn(n, D, seed=2 * update + 1))
+        assert fn.bank.in_use == 64
 
 
 @pytest.fixture

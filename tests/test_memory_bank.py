@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from contaccum import MemoryBank
-from contaccum.memory_bank import NO_ID
+from contaccum.memory_bank import NO_ID, RETIRED_AT_ONCE
 
 
 def rows(n: int, start: int, d: int = 3) -> torch.Tensor:
@@ -31,6 +31,53 @@ def test_bank_keeps_the_last_rows_in_slots_that_wrap(bank_size: int, sizes: list
         assert torch.equal(entries.queries[:, 0], entries.query_ids.float())
         assert torch.equal(entries.passages, entries.queries + 0.5)
         assert torch.equal(entries.passage_ids, entries.query_ids + 100)
+
+
+@pytest.mark.parametrize("query_bank_size", [10, 6])
+def test_entries_past_the_limit_retire_but_never_those_of_the_present_update(query_bank_size: int) -> None:
+    """Against a list of the pairs in use."""
+    bank = MemoryBank(10, 3, query_bank_size=query_bank_size)
+    in_use: list[int] = []
+    seen = began = limit = 0
+    limit = 10
+    for step in range(200):
+        n = 1 + step * 7 % 4
+        if step % 6 == 5:
+            bank.end_update()
+            began = seen
+        if step % 9 == 8:
+            limit = bank.limit = [10, 3, 0, 7][step // 9 % 4]
+        expected = [t for t in [*in_use, *range(seen, seen + n)] if t >= seen + n - 10]
+        expected = [t for t in expected if t >= min(seen + n - limit, began)]
+        slots, leaving, _ = bank.next_slots(n)
+        gone = sorted(bank.query_ids[leaving].tolist())
+        assert gone == sorted(set(in_use) - set(expected))
+        assert slots.tolist() == [t % 10 for t in range(seen, seen + n)]
+        ids = torch.arange(seen, seen + n)
+        bank.enqueue(rows(n, seen), rows(n, seen), query_ids=ids, passage_ids=ids)
+        in_use, seen = expected, seen + n
+        entries = bank.entries()
+        assert sorted(entries.query_ids[entries.usable].tolist()) == in_use
+        assert bank.in_use == len(in_use)
+        used_rows = entries.usable[entries.positives]
+        assert bank.queries_in_use == used_rows.sum()
+        assert torch.equal(entries.queries[:, 0], entries.query_ids[entries.positives].float())
+        again = MemoryBank(10, 3, query_bank_size=query_bank_size)
+        again.load_state_dict(bank.state_dict())
+        assert [x.tolist() for x in again.next_slots(3)] == [x.tolist() for x in bank.next_slots(3)]
+
+
+def test_a_limit_that_falls_retires_a_few_entries_at_a_time() -> None:
+    bank = MemoryBank(1000, 3)
+    bank.enqueue(rows(1000, 0), rows(1000, 0))
+    bank.end_update()
+    bank.limit = 100
+    sizes = []
+    for start in range(1000, 1200, 8):
+        bank.enqueue(rows(8, start), rows(8, start))
+        bank.encoder_moved()
+        sizes.append(bank.in_use)
+    assert sizes[:2] == [1000 - RETIRED_AT_ONCE, 1000 - 2 * RETIRED_AT_ONCE] and sizes[-1] == 100
 
 
 def test_age_counts_micro_steps() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
+from contaccum.drift import DRIFT_COMPENSATIONS
 from contaccum.errors import ConfigError
 from contaccum.grad_norms import BALANCES
 from contaccum.settings import check_settings
@@ -69,10 +70,11 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     )
     bank_hard_negatives: bool = field(default=True, metadata={"help": "Keep hard negatives in the bank."})
     drift_compensation: str = field(
-        default="mean",
+        default="auto",
         metadata={
-            "help": "mean: banked entries move along with the mean of their tower. none: as in the paper.",
-            "choices": ("mean", "none"),
+            "help": "mean: banked entries move along with the mean of their tower. auto: and retire when they have "
+            "drifted too far in spite of it. none: as in the paper.",
+            "choices": DRIFT_COMPENSATIONS,
         },
     )
     bank_dtype: str | None = field(

@@ -9,7 +9,7 @@ PATIENCE = 3  # updates in a row
 
 _MEND = (
     "Lower learning_rate, or set a smaller bank_size (the oldest entry is {age} updates old); "
-    "keep drift_compensation=mean."
+    "keep drift_compensation=auto."
 )
 
 
