@@ -163,7 +163,7 @@ class DriftProbe(nn.Module):
     """What the embeddings of a few fixed texts did while the encoder learned, for both towers.
 
     The texts are encoded again every so often. Their mean shift is that of the tower, far more exact than from means of
-    ever new texts, because the texts do not change; and what they did beyond it is what compensation leaves, which tells
+    ever new texts, because the texts do not change; and what they did beyond it is what compensation leaves: it tells
     how old is too old.
 
     Args:
@@ -189,7 +189,7 @@ class DriftProbe(nn.Module):
 
     @torch.no_grad()
     def observe(self, queries: Tensor, passages: Tensor, update: Tensor, pairs: int) -> Tensor:
-        """Take in the embeddings, (S, d) each, as of ``update`` and ``pairs``; the mean shift since the last, (2, d)."""
+        """Take in embeddings, (S, d) each, as of ``update`` and ``pairs``: the mean shift since the last, (2, d)."""
         fresh = torch.stack([queries, passages]).to(self.embeddings)
         known = len(self._pairs)
         shift = (fresh - self.embeddings[max(known - 1, 0)]).mean(1) * (known > 0)

@@ -69,7 +69,7 @@ class BankedInfoNCE(nn.Module):
         last: diagnostics of the last call, detached tensors and ints: ``loss`` (what was returned), ``local_loss``
             and ``bank_loss`` (mean over local and over bank rows), ``local_accuracy`` (share of local rows whose
             positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
-            used), ``bank_fill`` (passage rows in use after the call) and ``enqueued`` (pairs the call put into the bank);
+            used), ``bank_fill`` (passage rows in use after it), ``enqueued`` (pairs the call put into the bank),
             ``embedding_spread`` (squared distance of the local passages from their mean, over their squared length);
             with gradients also ``bank_mass`` and ``bank_mass_aged``, see :meth:`drift_record`.
 
@@ -345,8 +345,8 @@ class BankedInfoNCE(nn.Module):
         Call it before the first micro-batch, and again after updates, every 64 pairs at the most. Between two calls
         the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
         up. Eight texts, without dropout, tell a mean shift better than hundreds of ever new ones, since what differs
-        between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, which
-        reads one small tensor from the device. With ``"none"`` it only measures.
+        between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, and
+        reads one small tensor from the device for it. With ``"none"`` it only measures.
         """
         check_embeddings(queries, passages)
         if self.bank_size == 0:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 RETIRED_AT_ONCE = 64
-"""Pairs that a micro-step retires for their age, at most, beside as many as come: bounds its cost when a limit falls."""
+"""Pairs that a micro-step retires for their age beside as many as come, at most: bounds its cost when a limit falls."""
 
 NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
@@ -40,8 +40,8 @@ class BankEntries(NamedTuple):
 class MemoryBank(nn.Module):
     """Ring buffers of the last ``bank_size`` (query, passage, hard negatives) entries; the newest overwrite the oldest.
 
-    With a ``limit`` below ``bank_size`` the oldest entries retire before they are overwritten: they keep their rows, and
-    ``usable`` is False there. Entries since the last :meth:`end_update` never retire.
+    With a ``limit`` below ``bank_size`` the oldest entries retire before they are overwritten: they keep their rows,
+    where ``usable`` is then False. Entries since the last :meth:`end_update` never retire.
 
     Args:
         bank_size: rows m of the passage bank. 0 gives a bank that accepts entries and keeps none.
@@ -123,7 +123,7 @@ class MemoryBank(nn.Module):
         self.register_buffer("micro_steps", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=device))
         self._enqueued = 0
-        # The limit, the first pair still in use, the first of the present update: host numbers, kept here for the state.
+        # The limit, the first pair in use, the first of the present update: host numbers, here for the state.
         self.register_buffer("counts", torch.tensor([bank_size, 0, 0]))
         self._limit, self._first, self._update_began = bank_size, 0, 0
 
@@ -245,7 +245,7 @@ class MemoryBank(nn.Module):
         return max(self._first, overwritten, past_limit)
 
     def _slots_of(self, first: int, end: int, size: int | None = None) -> Tensor:
-        """Slots of the pairs ``first`` to ``end`` (not included): those in the passage ring, or all in one of ``size``."""
+        """Slots of pairs ``first`` to ``end``, not included: of those seen so far, or of all in a ring of ``size``."""
         end = min(end, self._enqueued) if size is None else end
         pairs = torch.arange(first, max(end, first), device=self.passages.device)
         return pairs % max(self.bank_size if size is None else size, 1)

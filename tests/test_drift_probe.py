@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_probes_are_kept_over_the_life_of_the_bank_and_the_latest_is_always_ther
         shift = probe.observe(position, -position, torch.tensor(i), i * every)
         assert shift.flatten().tolist() == ([1.0] * D + [-1.0] * D if i else [0.0] * 2 * D)
         kept = probe._pairs
-        gaps = [b - a for a, b in zip(kept[:-1], kept[1:], strict=True)]
+        gaps = [b - a for a, b in pairwise(kept)]
         assert kept[-1] == i * every and all(probe.spacing <= gap <= probe.spacing + every for gap in gaps[:-1])
         assert probe.embeddings[: len(kept), 0, 0, 0].tolist() == [pairs / every for pairs in kept]
         assert kept[0] == 0 or kept[-1] - kept[0] >= 100 * life
