@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
 from torch import nn
-from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from contaccum.errors import ConfigError, UserError
@@ -222,6 +222,33 @@ def set_dropout(model: nn.Module, probability: float) -> None:
             # Some architectures keep attention's probability as a plain number and call the functional form.
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, probability)
+
+
+def freeze_word_embeddings(model: nn.Module) -> None:
+    """Exclude the word embeddings of every backbone in ``model`` from training.
+
+    Raises:
+        ConfigError: when there is no backbone with word embeddings.
+    """
+    backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not backbones:
+        raise ConfigError("freeze_word_embeddings needs a transformers backbone; this model has none")
+    for backbone in backbones:
+        backbone.get_input_embeddings().weight.requires_grad_(False)
+
+
+def set_attention(model: nn.Module, implementation: str) -> None:
+    """Choose how every backbone in ``model`` computes attention, by transformers' name for it.
+
+    Raises:
+        ConfigError: for a name that transformers does not know, or cannot use here.
+    """
+    for backbone in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
+        try:
+            backbone.set_attn_implementation(implementation)
+        except (ValueError, ImportError) as error:
+            first = str(error).splitlines()[0]
+            raise ConfigError(f"attn_implementation={implementation}: {first}") from error
 
 
 def _load_transformer(

@@ -14,7 +14,7 @@ from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
-from contaccum.encoders import is_tied
+from contaccum.encoders import freeze_word_embeddings, is_tied, set_attention, set_dropout
 from contaccum.errors import ConfigError, UserError
 
 
@@ -127,3 +127,27 @@ def test_import_is_fast_and_pulls_in_neither_faiss_nor_beir() -> None:
         "from contaccum import BankedInfoNCE; assert 'faiss' not in sys.modules and 'beir' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config: Any, tiny_tokenizer: Any, tied: bool) -> None:
+    model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
+    freeze_word_embeddings(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert len(frozen) == (1 if tied else 2) and all(name.endswith("word_embeddings.weight") for name in frozen)
+    with pytest.raises(ConfigError, match="freeze_word_embeddings needs a transformers backbone"):
+        freeze_word_embeddings(torch.nn.Linear(2, 2))
+
+
+def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config: Any, tiny_tokenizer: Any) -> None:
+    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
+    set_dropout(model, 0.0)
+    texts = ["a b", "b c d e"]
+    before = model.encode(texts)
+    set_attention(model, "eager")
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "set_attn_implementation")} == {
+        "eager"
+    }
+    assert np.abs(model.encode(texts) - before).max() < 1e-5
+    with pytest.raises(ConfigError, match="attn_implementation=flush"):
+        set_attention(model, "flush")

@@ -12,7 +12,15 @@ from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.pairs import TrainingData, load_training_data
-from contaccum.encoders import DualEncoder, is_tied, require_model, set_dropout, set_max_lengths
+from contaccum.encoders import (
+    DualEncoder,
+    freeze_word_embeddings,
+    is_tied,
+    require_model,
+    set_attention,
+    set_dropout,
+    set_max_lengths,
+)
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
@@ -56,6 +64,10 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
     model = _build(arguments, device)
     if arguments.dropout is not None:
         set_dropout(model, arguments.dropout)
+    if arguments.freeze_word_embeddings:
+        freeze_word_embeddings(model)
+    if arguments.attn_implementation is not None:
+        set_attention(model, arguments.attn_implementation)
     return model
 
 

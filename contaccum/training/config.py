@@ -44,6 +44,19 @@ class ModelArguments:
             "CPU's time, where attention with dropout has no fast kernel."
         },
     )
+    freeze_word_embeddings: bool = field(
+        default=False,
+        metadata={
+            "help": "Do not train the word embeddings: half of a small encoder's weights, and of the memory that their "
+            "gradients and optimizer states take."
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={
+            "help": "eager, sdpa or another that transformers knows. On a CPU, short texts train faster with eager."
+        },
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
 
 
