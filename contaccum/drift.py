@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DRIFT_COMPENSATIONS = ("auto", "mean", "none")
+DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
+MOVES_ENTRIES = ("auto", "mean")
+"""Those that follow the encoder; the others need no measurement of it."""
 
 RESIDUAL_BOUND = 0.08
 """What may be left of an entry's drift once the mean shift is taken off, in units of its tower's spread."""

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from contaccum import bank_block
 from contaccum.bank_block import BankBlock
 from contaccum.distributed import gather_batch, sum_over_ranks, world_size
-from contaccum.drift import DriftProbe, QueryFrames, RunningMean
+from contaccum.drift import MOVES_ENTRIES, DriftProbe, QueryFrames, RunningMean
 from contaccum.duplicates import KnownPositives
 from contaccum.errors import ConfigError
 from contaccum.log_sums import RunningLogSums
 from contaccum.loss_parts import Entry, LossWithGradients, softmax
 from contaccum.memory_bank import NO_ID, MemoryBank, check_embeddings
 from contaccum.settings import check_settings
+
+AGES = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Where the ranges of age begin by which the bank's share of the softmax is told, in updates."""
 
 
 class BankedInfoNCE(nn.Module):
@@ -52,8 +55,8 @@ class BankedInfoNCE(nn.Module):
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower: passages in the scores,
             queries in the push that they give to passages. How far the means moved comes from running means, or from
             :meth:`observe_probe` once that is called. ``"auto"`` also retires entries that have drifted too far in
-            spite of it, as the probe tells (without one it is ``"mean"``). ``"none"`` uses entries as they were, as the
-            paper does.
+            spite of it, as the probe tells (without one it is ``"mean"``). ``"fresh"`` uses none that is older than
+            the last :meth:`end_update`. ``"none"`` uses entries as they were, as the paper does.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as
@@ -71,7 +74,7 @@ class BankedInfoNCE(nn.Module):
             positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
             used), ``bank_fill`` (passage rows in use after it), ``enqueued`` (pairs the call put into the bank),
             ``embedding_spread`` (squared distance of the local passages from their mean, over their squared length);
-            with gradients also ``bank_mass`` and ``bank_mass_aged``, see :meth:`drift_record`.
+            with gradients also what :meth:`drift_record` tells of the softmax.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -98,7 +101,7 @@ class BankedInfoNCE(nn.Module):
         normalize_by: Literal["local", "all"] = "local",
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
-        drift_compensation: Literal["auto", "mean", "none"] = "auto",
+        drift_compensation: Literal["auto", "mean", "fresh", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         gather_across_devices: bool = False,
         bank_device: torch.device | str | None = None,
@@ -324,19 +327,26 @@ class BankedInfoNCE(nn.Module):
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
         assert self.bank is not None
-        usable = self.bank.entries().usable
-        aged = ((self.bank.ages_in_updates() > 0) & usable).to(passage_mass.dtype)
-        recent = usable.to(passage_mass.dtype) - aged
+        usable = self.bank.entries().usable.to(passage_mass.dtype)
+        # The exponent of an age is the number of its range in AGES.
+        ranges = torch.frexp(self.bank.ages_in_updates().double()).exponent.clamp_max(len(AGES) - 1)
+        columns, mass = usable.new_zeros(2, len(AGES)).index_add_(1, ranges, torch.stack([usable, passage_mass]))
         local = softmax(scores[:, :n], log_sum)
         in_batch = local.sum() - local.diagonal().sum()
-        old = (passage_mass * aged).sum() / aged.sum()
-        fresh = (in_batch + (passage_mass * recent).sum()) / (n - 1 + recent.sum())
-        return {"bank_mass": passage_mass.sum() / n, "bank_mass_aged": old / fresh}
+        fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
+        return {
+            "bank_mass": mass.sum() / n,
+            "bank_mass_aged": mass[1:].sum() / columns[1:].sum() / fresh,
+            "bank_mass_by_age": mass / n,
+            "in_batch_mass": in_batch / n,
+        }
 
     def end_update(self) -> None:
-        """Say that the optimizer has stepped. Optional: the ages of entries are counted in updates by it."""
+        """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""
         if self.bank is not None:
             self.bank.end_update()
+            if self.drift_compensation == "fresh":
+                self.bank.retire_all()
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
@@ -346,7 +356,7 @@ class BankedInfoNCE(nn.Module):
         the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
         up. Eight texts, without dropout, tell a mean shift better than hundreds of ever new ones, since what differs
         between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, and
-        reads one small tensor from the device for it. With ``"none"`` it only measures.
+        reads one small tensor from the device for it. With ``"fresh"`` and ``"none"`` it only measures.
         """
         check_embeddings(queries, passages)
         if self.bank_size == 0:
@@ -379,18 +389,22 @@ class BankedInfoNCE(nn.Module):
 
         Returns:
             ``bank_age``: updates since the oldest entry was encoded (with :meth:`end_update`). ``bank_mass``: share of
-            the local rows' softmax that falls on the bank in the last micro-step. ``bank_mass_aged``: how much of it a
-            column from an earlier update gets, over a column of the present encoder: 1 when age tells nothing, near 0
-            when the bank is out of reach. And :meth:`DriftProbe.record`. Only what is known.
+            the local rows' softmax that falls on banked passages in the last micro-step; ``bank_mass_age_A``: the share
+            of those A updates old, up to the next A (0, 1, 2, 4, ...); ``in_batch_mass``: that of the negatives in the
+            batch. ``bank_mass_aged``: what a column from an earlier update gets, over a column of the present encoder:
+            1 when age tells nothing, near 0 when the bank is out of reach. And :meth:`DriftProbe.record`. Only what is
+            known.
         """
         if self.bank is None or self.bank.fill == 0:
             return {}
         oldest = int((self.bank.ages_in_updates() * self.bank.entries().usable).max())
-        record: dict[str, float] = {"bank_age": oldest, "bank_fill": self.bank.in_use}
-        for key in ("bank_mass", "bank_mass_aged"):
+        record: dict[str, float] = {"bank_age": oldest}
+        for key in ("in_batch_mass", "bank_mass", "bank_mass_aged"):
             value = float(self.last.get(key, math.nan))
             if math.isfinite(value):
                 record[key] = value
+        masses = self.last["bank_mass_by_age"].tolist() if "bank_mass_by_age" in self.last else []
+        record |= {f"bank_mass_age_{age}": mass for age, mass in zip(AGES, masses, strict=False) if age <= oldest}
         return {**record, **(self.probe.record(oldest) if self.probe is not None else {})}
 
     @staticmethod
@@ -441,7 +455,7 @@ class BankedInfoNCE(nn.Module):
     ) -> None:
         self.bank = MemoryBank(self.bank_size, dim, h, dtype, self.query_bank_size, device)
         self.log_sums = RunningLogSums(self.query_bank_size, device)
-        if self.drift_compensation != "none":
+        if self.drift_compensation in MOVES_ENTRIES:
             self.passage_mean = RunningMean(dim, dtype=mean_dtype, device=device)
             self.query_mean = RunningMean(dim, dtype=mean_dtype, device=device)
             self.query_frames = QueryFrames(self.query_bank_size, dim, mean_dtype, device)
@@ -498,7 +512,7 @@ class BankedInfoNCE(nn.Module):
         passages = state_dict.get(prefix + "bank.passages")
         if passages is not None:
             mean = state_dict.get(prefix + "passage_mean.mean")
-            if (mean is None) != (self.drift_compensation == "none"):
+            if (mean is None) == (self.drift_compensation in MOVES_ENTRIES):
                 raise ConfigError(
                     f"this state was written {'without' if mean is None else 'with'} compensation for drift, but this "
                     f"loss has drift_compensation={self.drift_compensation!r} and would misread its bank. Use the same "

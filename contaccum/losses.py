@@ -16,6 +16,7 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
 from contaccum.probe import PAIRS_PER_PROBE, TextProbe
@@ -107,7 +108,7 @@ class ContAccumLoss(nn.Module):
         normalize_by: Literal["local", "all"] = "local",
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
-        drift_compensation: Literal["auto", "mean", "none"] = "auto",
+        drift_compensation: Literal["auto", "mean", "fresh", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         bank_device: torch.device | str | None = None,
     ) -> None:
@@ -189,7 +190,7 @@ class ContAccumLoss(nn.Module):
             for loss_fn in self.info_nces.values():
                 loss_fn.end_update()  # type: ignore[operator]  # a BankedInfoNCE
         # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
-        if self.settings["drift_compensation"] == "none" or isinstance(self.model.forward, ForwardDecorator):
+        if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
             return
         first = self._probe is None and self.info_nce is None and TextProbe.fits(features)
         if first:

@@ -304,6 +304,11 @@ class MemoryBank(nn.Module):
         """Updates since each filled row was encoded, int64 (m',): 0 for those of the present encoder."""
         return self.updates - self.inserted_in[: self.fill]
 
+    def retire_all(self) -> None:
+        """Leave every entry out from now on, those of the present update included."""
+        self._first = self._update_began = self._enqueued
+        self.usable.fill_(False)
+
     @torch.no_grad()
     def grow_hard_negatives(self, hard_negatives: int) -> None:
         """Make room for more hard negatives per entry; what is stored stays. For data that mixes pairs and tuples."""

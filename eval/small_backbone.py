@@ -1,4 +1,4 @@
-"""`python eval/small_backbone.py MODEL OUT`: a small encoder for studies, cut from a BERT or fresh, with its tokenizer."""
+"""`python eval/small_backbone.py MODEL OUT`: a small encoder for studies, cut from a BERT or with fresh weights."""
 
 import argparse
 import sys

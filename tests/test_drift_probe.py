@@ -159,7 +159,6 @@ def test_auto_retires_what_drifted_too_far_and_takes_more_again_when_the_encoder
     assert in_use[:8] == [128 * (i + 1) for i in range(8)] and in_use[19] == 1024
     assert in_use[49] == 128
     assert in_use[-1] == 1024
-    assert loss_fn.drift_record()["bank_fill"] == 1024
 
     paper, mean = BankedInfoNCE(bank_size=64, drift_compensation="none"), BankedInfoNCE(64, drift_compensation="mean")
     for fn in (paper, mean):
@@ -167,6 +166,24 @@ def test_auto_retires_what_drifted_too_far_and_takes_more_again_when_the_encoder
             fn.observe_probe(texts, texts + 10 * randn(8, D, seed=update))
             fn(randn(n, D, seed=2 * update), randn(n, D, seed=2 * update + 1))
         assert fn.bank.in_use == 64
+
+
+def test_fresh_uses_what_the_present_encoder_made_and_nothing_else() -> None:
+    n = 4
+    loss_fn = BankedInfoNCE(bank_size=20, drift_compensation="fresh")
+    made: list[list[Tensor]] = []
+    for step in range(24):
+        if step % 6 == 0:
+            loss_fn.end_update()
+            made = []
+        inputs = [randn(n, D, seed=2 * step), randn(n, D, seed=2 * step + 1)]
+        mine, exact = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+        loss_fn(*mine).backward()
+        rows, columns = ([exact[i], *(past[i] for past in made[-5:])] for i in range(2))
+        dense_loss(rows, columns, list(range(n * len(rows))), n, 1.0, "dot").backward()
+        assert all((a.grad - b.grad).abs().max() < 1e-12 for a, b in zip(mine, exact, strict=True))
+        assert loss_fn.last["columns"] == n * len(rows)
+        made.append(inputs)
 
 
 @pytest.fixture
@@ -238,3 +255,28 @@ def test_collapse_is_said_once_within_a_few_updates_and_a_bad_start_is_not_one()
     assert "7 updates old" in said[2][0] and "learning_rate" in said[2][0] and "bank_size" in said[2][0]
     said = [watch.observe({"update": u, "embedding_spread": 1e-5, "bank_mass_aged": 1e-3}) for u in range(60, 64)]
     assert [len(lines) for lines in said] == [0, 0, 2, 0]
+
+
+def test_shares_of_the_softmax_by_age_are_those_of_the_dense_softmax() -> None:
+    n, d, updates = 4, 5, 20
+    loss_fn = BankedInfoNCE(bank_size=4 * n * updates, temperature=0.7)
+    stored: list[tuple[int, Tensor]] = []
+    for step in range(2 * updates):  # two micro-batches an update
+        queries, passages = randn(n, d, seed=2 * step), randn(n, d, seed=2 * step + 1)
+        loss_fn(queries.clone().requires_grad_(), passages)
+        if step == 2 * updates - 1:
+            break
+        assert loss_fn.passage_mean is not None
+        stored.append((step // 2, passages - loss_fn.passage_mean.mean))
+        if step % 2 == 1:
+            loss_fn.end_update()
+    columns = torch.cat([passages, *(entry + loss_fn.passage_mean.mean for _, entry in stored)])
+    share = (queries @ columns.T / 0.7).softmax(1)
+    share[torch.arange(n), torch.arange(n)] = 0
+    record = loss_fn.drift_record()
+    assert record["in_batch_mass"] == pytest.approx(float(share[:, :n].sum()) / n)
+    age = torch.tensor([updates - 1 - update for update, _ in stored]).repeat_interleave(n)
+    for low, high in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)):
+        expected = share[:, n:][:, (age >= low) & (age < high)].sum() / n
+        assert record[f"bank_mass_age_{low}"] == pytest.approx(float(expected))
+    assert "bank_mass_age_32" not in record

@@ -19,6 +19,12 @@ _MAX_DRIFT_PANELS = 4
 _MAX_HEAT_ROWS = 40
 _POINTS = 200  # more would not be seen
 METRIC = next(iter(METRICS))
+_AGE = "bank_mass_age_"
+_BANK_PANELS = {
+    "bank_fill": "bank entries in use",
+    "bank_mass": "share of the softmax on the bank",
+    "bank_mass_aged": "softmax of an old column over a fresh one",
+}
 
 
 def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -46,7 +52,9 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
     panels += [
         ("log", name, name) for name in [f for f in sorted(fields) if f.startswith("drift_")][:_MAX_DRIFT_PANELS]
     ]
-    panels += [("log", "bank_mass", "bank_mass")] if "bank_mass" in fields else []
+    panels += [("log", key, label) for key, label in _BANK_PANELS.items() if key in fields]
+    stacked = next((name for name in groups.values() if _mass_keys(plan, name, logs)), None)
+    panels += [("mass", stacked, "share of the local rows' softmax")] if stacked is not None else []
     panels += [("final", "", shown)]
 
     rows = math.ceil(len(panels) / _COLUMNS)
@@ -64,6 +72,10 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
     for panel, (kind, key, label) in zip(axes, panels, strict=False):
         if kind == "final":
             _draw_final(panel, plan, groups, results, colours)
+            continue
+        if kind == "mass":
+            _draw_masses(panel, plan, key, logs)
+            panel.set(xlabel="update", ylabel=label)
             continue
         for entry, name in groups.items():
             runs = [run.name for run in plan.groups[name].runs.values()]
@@ -88,6 +100,34 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
         _draw_heat(lower, plan, heat, shown)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _mass_keys(plan: Plan, name: str, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The log's ``bank_mass_age_A`` of a group, youngest first; none where there is no past in the bank."""
+    records = logs.get(next(iter(plan.groups[name].runs.values())).name) or []
+    found = {key for record in records for key in record if key.startswith(_AGE)}
+    return sorted(found, key=lambda key: int(key.removeprefix(_AGE))) if len(found) > 1 else []
+
+
+def _draw_masses(axes: Any, plan: Plan, name: str, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Where the softmax of the local rows lies: negatives in the batch, and banked passages by age. The first seed."""
+    records = logs[next(iter(plan.groups[name].runs.values())).name]
+    records = [record for record in records if "in_batch_mass" in record]
+    keys = _mass_keys(plan, name, logs)
+    ends = [*(int(key.removeprefix(_AGE)) for key in keys[1:]), None]
+    names = ["in the batch"]
+    for key, end in zip(keys, ends, strict=True):
+        start = int(key.removeprefix(_AGE))
+        span = (
+            f"{start}" if end is not None and end - start == 1 else f"{start}+" if end is None else f"{start}-{end - 1}"
+        )
+        names.append(f"banked, {span} updates old" if start else "banked in this update")
+    values = [[float(record.get(key, 0.0)) for record in records] for key in ("in_batch_mass", *keys)]
+    colours = ["lightgrey", *(f"{0.25 + 0.6 * i / len(keys):.2f}" for i in range(len(keys)))]
+    axes.stackplot([record["update"] for record in records], values, labels=names, colors=colours)
+    axes.set(title=name, ylim=(0, 1))
+    axes.title.set_fontsize(9)
+    axes.legend(fontsize=7, loc="upper right")
 
 
 def _fields(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> set[str]:

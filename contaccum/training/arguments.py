@@ -73,7 +73,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         default="auto",
         metadata={
             "help": "mean: banked entries move along with the mean of their tower. auto: and retire when they have "
-            "drifted too far in spite of it. none: as in the paper.",
+            "drifted too far in spite of it. fresh: the bank is emptied after every update. none: as in the paper.",
             "choices": DRIFT_COMPENSATIONS,
         },
     )

@@ -23,7 +23,7 @@ from contaccum.errors import ConfigError
         ({"fp16": True, "bf16": True}, ["fp16", "bf16"]),
         ({"temperature": 0.0}, ["temperature"]),
         ({"similarity": "euclidean"}, ["similarity", "cos, dot"]),
-        ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, none"]),
+        ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
         ({"normalize_by": "rows"}, ["normalize_by"]),
         ({"bank_dtype": "int8"}, ["bank_dtype"]),
         ({"learning_rate_scaling": "cubic"}, ["learning_rate_scaling"]),
