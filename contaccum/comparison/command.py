@@ -137,7 +137,8 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
     found = {}
     for run in plan.runs:
         data = run.data
-        key = (data.train_data, data.data_format, data.split, data.num_hard_negatives, data.on_bad_record)
+        columns = tuple(data.data_columns or ())
+        key = (data.train_data, data.data_format, columns, data.split, data.num_hard_negatives, data.on_bad_record)
         if key not in known:
             loaded = load_data(data)
             print(loaded.report.summary())

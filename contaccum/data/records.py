@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 
 from contaccum.errors import ConfigError, DataError
 
@@ -99,21 +99,21 @@ class RecordReport:
         self.by_file: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
 
-    def see(self) -> None:
-        """Count one record of the input; it must then be accepted or rejected."""
-        self.seen += 1
+    def see(self, count: int = 1) -> None:
+        """Count records of the input; each must then be accepted or rejected."""
+        self.seen += count
 
-    def accept(self) -> None:
-        """Count one record as used."""
-        self.used += 1
+    def accept(self, count: int = 1) -> None:
+        """Count records as used."""
+        self.used += count
 
     def note(self, remark: str, count: int = 1) -> None:
         """Count records that were used but deserve a remark."""
         if count:
             self.notes[remark] += count
 
-    def reject(self, file: str | Path, line: int, fault: Fault) -> None:
-        """Stop at a bad record, or leave it out and count it.
+    def reject(self, file: str | Path, line: int, fault: Fault, count: int = 1) -> None:
+        """Stop at a bad record, or leave it out and count it; `count` of them where one fault takes several.
 
         Raises:
             DataError: under "stop"; one line, `FILE:LINE: what is wrong (mend)`.
@@ -122,9 +122,9 @@ class RecordReport:
             what = f"{fault.reason}: {fault.detail}" if fault.detail else fault.reason
             mend = f"{fault.mend}, or leave such records out with --on_bad_record skip"
             raise DataError(one_line(f"{file}:{line}: {what} ({mend})")) from None
-        self.reported += 1
-        self.by_reason[fault.reason] += 1
-        self.by_file[str(file)] += 1
+        self.reported += count
+        self.by_reason[fault.reason] += count
+        self.by_file[str(file)] += count
         if len(self.entries) < ENTRIES_KEPT:
             self.entries.append(BadRecord(str(file), line, fault.reason))
 
@@ -174,42 +174,76 @@ def refuse_empty(path: str | Path) -> NoReturn:
     raise DataError(one_line(f"{path}: the file is empty (get it again, or name another)"))
 
 
+def read_raw_lines(
+    file: gzip.GzipFile | IO[bytes], path: str | Path, report: RecordReport, broken_off: BaseException | None = None
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (1-based line number, byte at which it starts, its bytes) for every line of an open file, blank ones too.
+
+    A byte-order mark is left out. A file that breaks off is one bad record, counted here.
+
+    Args:
+        broken_off: why `file` ends too early, where whoever unpacked it knows.
+
+    Raises:
+        DataError: the file has nothing but blank lines; or it breaks off, under "stop".
+    """
+    line, start = 0, 0
+    anything = False
+    while True:
+        try:
+            raw = file.readline()
+        except UNREADABLE as error:
+            broken_off, raw = error, b""
+        if not raw:
+            break
+        line += 1
+        here, start = start, start + len(raw)
+        if line == 1 and raw.startswith(BYTE_ORDER_MARK):
+            here, raw = len(BYTE_ORDER_MARK), raw[len(BYTE_ORDER_MARK) :]
+        anything = anything or bool(raw.strip())
+        yield line, here, raw
+    if broken_off is not None:
+        report.see()
+        report.reject(path, line + 1, broken_off_fault(broken_off))
+    elif not anything:
+        refuse_empty(path)
+
+
+def text_line(raw: bytes) -> str:
+    """The text of one line without its line end.
+
+    Raises:
+        Fault: the bytes are not UTF-8, or one of them is NUL.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Fault("not UTF-8 text", error.reason, "save the file as UTF-8") from None
+    if "\0" in text:
+        raise Fault("NUL byte", "text does not hold any", "save the file as UTF-8 text")
+    return text.rstrip("\r\n")
+
+
 def read_lines(path: str | Path, report: RecordReport) -> Iterator[tuple[int, str]]:
     """Yield (1-based line number, text without its line end) for every line that is not blank.
 
-    A line that is not UTF-8, and a compressed file that breaks off, are bad records and are counted here. The
-    caller counts the lines that it is given: a header, for example, is no record.
+    A line that is not UTF-8 or holds a NUL byte, and a compressed file that breaks off, are bad records and are
+    counted here. The caller counts the lines that it is given: a header, for example, is no record.
 
     Raises:
         DataError: the file is missing, a directory or empty; or a bad record under "stop".
     """
-    line = 0
-    anything = False
     with open_data_file(path) as file:
-        while True:
-            try:
-                raw = file.readline()
-            except UNREADABLE as error:
-                report.see()
-                report.reject(path, line + 1, broken_off_fault(error))
-                return
-            if not raw:
-                break
-            line += 1
-            if line == 1:
-                raw = raw.removeprefix(BYTE_ORDER_MARK)
+        for line, _, raw in read_raw_lines(file, path, report):
             if not raw.strip():
                 continue
-            anything = True
             try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
+                text = text_line(raw)
+            except Fault as fault:
                 report.see()
-                report.reject(path, line, Fault("not UTF-8 text", error.reason, "save the file as UTF-8"))
+                report.reject(path, line, fault)
                 continue
-            yield line, text.rstrip("\r\n")
-    if not anything:
-        refuse_empty(path)
+            yield line, text
 
 
 class _NotJson(ValueError):

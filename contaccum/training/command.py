@@ -11,6 +11,7 @@ from sentence_transformers.sentence_transformer.modules import Router
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from contaccum.data.fields import parse_columns
 from contaccum.data.pairs import TrainingData, load_training_data
 from contaccum.encoders import (
     DualEncoder,
@@ -51,6 +52,7 @@ def load_data(arguments: DataArguments) -> TrainingData:
         split=arguments.split,
         num_hard_negatives=arguments.num_hard_negatives,
         on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
+        columns=parse_columns(arguments.data_columns),
     )
 
 

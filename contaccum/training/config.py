@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from contaccum.data.fields import parse_columns
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -65,10 +66,31 @@ class DataArguments:
     """What to train it on."""
 
     train_data: str = field(
-        default="", metadata={"help": "A BEIR folder, DPR json, or pair/triplet jsonl (.gz or plain)."}
+        default="",
+        metadata={
+            "help": "A folder (BEIR, MS MARCO, or saved by datasets), a file (DPR json, Tevatron or pair/triplet "
+            "jsonl, csv, tsv, MS MARCO triples, parquet; text may be .gz), or a Hugging Face dataset, NAME or "
+            "NAME:CONFIG."
+        },
     )
-    data_format: str | None = field(default=None, metadata={"help": "beir, dpr, pairs or triplets. Default: sniffed."})
-    split: str = field(default="train", metadata={"help": "The qrels split of a BEIR folder."})
+    data_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "beir, dpr, tevatron, msmarco, pairs, triplets, csv, parquet or hub. Default: told from the "
+            "content."
+        },
+    )
+    data_columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What the data calls its fields, where not by the usual names: query=question positive=answer "
+            "negatives=hard_neg title=heading, or some of them; in YAML also {query: question, positive: answer}. For "
+            "jsonl, csv, parquet and hub."
+        },
+    )
+    split: str = field(
+        default="train", metadata={"help": "Of a BEIR or MS MARCO folder, or of a Hugging Face dataset."}
+    )
     num_hard_negatives: int = field(default=0, metadata={"help": "Hard negatives per query to use."})
     on_bad_record: str = field(
         default="stop",
@@ -110,6 +132,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     if unknown:
         raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "on the command line"))
     model, data, args = parsed
+    parse_columns(data.data_columns)  # refused here, before anything is loaded
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
     for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", output_dir)):

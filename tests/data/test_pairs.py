@@ -197,8 +197,8 @@ BAD_DPR = [
     ({**dpr(), "positive_ctxs": [5]}, "positive_ctxs is not text"),
     ({**dpr(), "positive_ctxs": [{"title": "T"}]}, "missing positive_ctxs text"),
     (dpr(positives=[("T", "")]), "empty positive_ctxs text"),
-    (dpr(hard=()), "too few hard negatives"),
-    ({k: v for k, v in dpr().items() if k != "hard_negative_ctxs"}, "too few hard negatives"),
+    ({**dpr(hard=()), "negative_ctxs": []}, "too few hard negatives"),
+    ({k: v for k, v in dpr().items() if not k.endswith("negative_ctxs")}, "too few hard negatives"),
     ({**dpr(), "hard_negative_ctxs": {}}, "hard_negative_ctxs is not a list"),
     (dpr(hard=[("T", "")]), "empty hard_negative_ctxs text"),
 ]
@@ -267,7 +267,7 @@ def test_empty_beir_document_is_bad_for_training(tmp_path):
     [
         ({"num_hard_negatives": 1}, "data_format=beir has no hard negatives"),
         ({"data_format": "pairs", "num_hard_negatives": 2}, "data_format=pairs has no hard negatives"),
-        ({"data_format": "csv"}, "'csv' is unknown"),
+        ({"data_format": "xlsx"}, "'xlsx' is unknown"),
         ({"num_hard_negatives": -1}, "num_hard_negatives=-1"),
         ({"num_hard_negatives": True}, "num_hard_negatives=True"),
         ({"on_bad_record": "drop"}, "'drop' is unknown"),

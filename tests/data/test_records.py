@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import zlib
 from pathlib import Path
@@ -258,3 +259,21 @@ def test_quoted_values_are_short_and_printable():
     assert quoted("a\nb") == r"'a\nb'"
     assert quoted("\ud800") == r"'\ud800'"
     assert len(quoted("x" * 10_000)) == 60
+
+
+@pytest.mark.parametrize("chunk_bytes", range(1, 80))
+def test_array_may_be_cut_anywhere_while_it_is_read(tmp_path, chunk_bytes):
+    text = '[{"a": null, "b": [-12.5e+3, 1E5, true, false, {}]},\n {"\\u00e9\\ud83d\\ude00é": "\\\\\\"x"}, {"n": 123456789012}]'
+    path = write(tmp_path / "a.json", text.encode())
+    report = RecordReport("stop")
+    assert [record for _, record in read_json_array(path, report, chunk_bytes)] == json.loads(text)
+    path = write(tmp_path / "b.json", text.replace("true", "-Infinity").encode())
+    with pytest.raises(DataError, match=r"b\.json:1: broken JSON: -Infinity is not JSON, in record 1"):
+        list(read_json_array(path, report, chunk_bytes))
+
+
+def test_array_with_a_bracket_left_open_does_not_draw_the_rest_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("contaccum.data.json_array.LONGEST_RECORD", 1000)
+    path = write(tmp_path / "a.json", b'[{"a": 1},\n{"b": [' + b'{"a": 1},\n' * 1000 + b"]")
+    records, report = read(path, "skip", lambda path, report: read_json_array(path, report, 100))
+    assert records == [(1, {"a": 1})] and report.entries == [BadRecord(str(path), 2, "broken JSON")]

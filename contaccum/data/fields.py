@@ -1,0 +1,217 @@
+"""What a file calls its query, positive, negatives and title: found by the usual names, or said by a mapping.
+
+It serves every format whose records have named fields: JSON lines, csv, parquet and Hugging Face datasets. Reading
+those files is not its business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contaccum.data.record import Record, RecordRules, training_text
+from contaccum.data.records import Fault, one_line, quoted
+from contaccum.errors import ConfigError, DataError
+
+# In order of preference.
+QUERY_FIELDS = ("query", "anchor", "question")
+POSITIVE_FIELDS = (
+    "positive",
+    "positives",
+    "positive_passages",
+    "positive_ctxs",
+    "passage",
+    "answer",
+    "text",
+    "document",
+    "pos",
+)
+NEGATIVE_FIELDS = ("negatives", "negative", "negative_passages", "hard_negatives", "hard_negative_ctxs", "neg")
+TITLE_FIELD = "title"
+
+_ROLES = ("query", "positive", "negatives", "title")
+_ALIASES = {"positives": "positive", "negative": "negatives"}
+
+
+def parse_columns(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, str]:
+    """A column mapping, from a mapping, from ``ROLE=NAME`` words, or from one word that is a JSON object.
+
+    Returns:
+        {role: name of the column}; roles are query, positive, negatives and title. Empty for None.
+
+    Raises:
+        ConfigError: an unknown role, a role twice, or a name that is no text.
+    """
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif isinstance(given, str):
+        pairs = _pairs_of(given)
+    else:
+        for word in given or ():
+            pairs += _pairs_of(word)
+    columns: dict[str, str] = {}
+    for key, name in pairs:
+        role = _ALIASES.get(key, key)
+        if role not in _ROLES:
+            raise ConfigError(
+                f"data_columns: {quoted(key)} is unknown (use {', '.join(_ROLES)}){_closest(key, _ROLES)}"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"data_columns: {key} must name a column, got {quoted(name)}")
+        if role in columns:
+            raise ConfigError(f"data_columns: {role} is given twice ({quoted(columns[role])} and {quoted(name)})")
+        columns[role] = name
+    return columns
+
+
+def _pairs_of(word: str) -> list[tuple[str, Any]]:
+    if word.startswith("{"):
+        try:
+            return list(json.loads(word).items())
+        except ValueError as error:
+            raise ConfigError(f"data_columns: {quoted(word)} is not a JSON object ({error})") from error
+    role, equals, name = word.partition("=")
+    if not equals:
+        raise ConfigError(f"data_columns: {quoted(word)} is not ROLE=NAME (for example query=question)")
+    return [(role, name)]
+
+
+class Fields:
+    """Finds the parts of a record by the names of its fields.
+
+    Args:
+        columns: {role: name} as `parse_columns` gives it; roles that it leaves out are found by the usual names.
+
+    Attributes:
+        query, positive: names of the fields, None until `settle`.
+    """
+
+    def __init__(self, columns: Mapping[str, str] | None = None) -> None:
+        self.mapped = dict(columns or {})
+        self.query: str | None = None
+        self.positive: str | None = None
+        # A mapped name that no record has is a mistake, but one record without negatives or title is not.
+        self._never_seen = {role: self.mapped[role] for role in ("negatives", "title") if role in self.mapped}
+
+    def settle(self, names: Collection[str], kind: str = "fields") -> None:
+        """Choose the query and the positive among `names`; what is chosen stays.
+
+        The first record that has both decides for its whole file. Were each record read by itself, one without
+        "positive" would silently pass for one with "text".
+
+        Raises:
+            Fault: one of the two is not there; `kind` says what the names are ("fields", "columns").
+        """
+        if self.query is None or self.positive is None:
+            query = self._choose("query", QUERY_FIELDS, names, kind)
+            self.query, self.positive = query, self._choose("positive", POSITIVE_FIELDS, names, kind, query)
+
+    def settle_table(self, names: Sequence[str], path: str | Path, line: int | None = None) -> list[str]:
+        """Choose for a table, whose columns are the same for every record.
+
+        Returns:
+            The columns that are needed: query, positive, title, negatives.
+
+        Raises:
+            DataError: a column is missing or there twice; it names those that there are, and the closest.
+        """
+        where = str(path) if line is None else f"{path}:{line}"
+        try:
+            self.settle(names, "columns")
+            for role, name in self._never_seen.items():
+                if name not in names:
+                    raise _no_such(role, name, names, "columns")
+        except Fault as fault:
+            raise DataError(one_line(f"{where}: {fault.reason}: {fault.detail} ({fault.mend})")) from None
+        assert self.query is not None and self.positive is not None
+        needed = [self.query, self.positive, *self._title_field(names), *self._negative_fields(names)]
+        for name in needed:
+            if list(names).count(name) > 1:
+                raise DataError(one_line(f"{where}: two columns are called {quoted(name)} (rename one)"))
+        return list(dict.fromkeys(needed))
+
+    def read(self, record: Mapping[str, Any], rules: RecordRules) -> tuple[Record, bool]:
+        """The record, and whether it lists negatives, used or not. `settle` comes first.
+
+        Raises:
+            Fault: what is missing, empty or no text.
+        """
+        assert self.query is not None and self.positive is not None
+        for role, name in list(self._never_seen.items()):
+            if name in record:
+                del self._never_seen[role]
+        query = training_text(record.get(self.query), self.query)
+        value = record.get(self.positive)
+        title = next((record[name] for name in self._title_field(record)), None)
+        # None goes on as a passage, so that the fault says "missing".
+        positives = rules.positives([None] if value is None else _listed(value), self.positive, title)
+        negatives = self._negatives_of(record)
+        return Record(query, positives, rules.negatives(negatives, "negatives")), bool(negatives)
+
+    def refuse_never_seen(self, path: str | Path, names: Iterable[str]) -> None:
+        """Raise `DataError` for a mapped name that no record of the file had; `names` are the last record's."""
+        for role, name in self._never_seen.items():
+            fault = _no_such(role, name, list(names), "fields")
+            raise DataError(one_line(f"{path}: no record has it: {fault.detail} ({fault.mend})"))
+
+    def _choose(self, role: str, known: Sequence[str], names: Collection[str], kind: str, taken: str = "") -> str:
+        if role in self.mapped:
+            if self.mapped[role] not in names:
+                raise _no_such(role, self.mapped[role], names, kind)
+            return self.mapped[role]
+        others = {taken, *self.mapped.values()}
+        found = next((name for name in known if name in names and name not in others), None)
+        if found is None:
+            mend = f"name it one of {', '.join(known)}, or say which it is with --data_columns {role}=NAME"
+            raise Fault(f"missing {role}", f"its {kind} are {quoted(', '.join(names), 200)}", mend)
+        return found
+
+    def _title_field(self, names: Collection[str]) -> list[str]:
+        name = self.mapped.get("title", TITLE_FIELD)
+        return [name] if name in names and name not in (self.query, self.positive) else []
+
+    def _negative_fields(self, names: Collection[str]) -> list[str]:
+        """Every field that may hold negatives: the numbered ones, then those of the other names."""
+        if "negatives" in self.mapped:
+            return [self.mapped["negatives"]] if self.mapped["negatives"] in names else []
+        others = {self.query, self.positive, *self.mapped.values()}
+        return [*_numbered(names), *(name for name in NEGATIVE_FIELDS if name in names and name not in others)]
+
+    def _negatives_of(self, record: Mapping[str, Any]) -> list[Any]:
+        """All numbered negatives or, where there are none, those of the first field that has any; null is none."""
+        filled = [name for name in self._negative_fields(record) if record[name] is not None]
+        numbered = [name for name in filled if name.startswith("negative_") and name not in NEGATIVE_FIELDS]
+        return [item for name in numbered or filled[:1] for item in _listed(record[name])]
+
+
+def _numbered(names: Collection[str]) -> list[str]:
+    numbered: list[str] = []
+    while (name := f"negative_{len(numbered) + 1}") in names:
+        numbered.append(name)
+    return numbered
+
+
+def _listed(value: object) -> list[Any]:
+    """The passages of one field: a list, one passage, or an object of lists, which is how Arrow keeps some lists."""
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("text"), list):
+        texts, titles = value["text"], value.get("title")
+        if not isinstance(titles, list) or len(titles) != len(texts):
+            titles = [None] * len(texts)
+        return [{"title": title, "text": text} for title, text in zip(titles, texts, strict=True)]
+    return [value]
+
+
+def _no_such(role: str, name: str, names: Collection[str], kind: str) -> Fault:
+    found = f"no {kind[:-1]} {quoted(name)}; its {kind} are {quoted(', '.join(names), 200)}"
+    return Fault(f"missing {role}", found, f"correct --data_columns {role}={name}{_closest(name, names)}")
+
+
+def _closest(name: object, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {quoted(close[0])}?" if close else ""

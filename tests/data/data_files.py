@@ -1,0 +1,153 @@
+"""The same small training set in every format, for tests of the readers."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from contaccum.data import Record, RecordReport, read_records
+
+# Every format can hold these: one positive each, two hard negatives each.
+RECORDS = [
+    Record("first query", ["Title one text"], ["negative a", "negative b"]),
+    Record("zweite Frage, ä", ['two; "quoted", text'], ["negative c", "negative d"]),
+    Record("third\u2028query", ["three"], ["negative e", "negative f"]),
+]
+TITLES = ["Title", "", None]
+TEXTS = ["one text", *(record.positives[0] for record in RECORDS[1:])]
+
+
+def put(path: Path, content: str | bytes) -> Path:
+    """Write text or bytes, packed where the name ends in .gz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    return path
+
+
+def lines(records: list[Any]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def passage(title: str | None, text: str) -> dict[str, Any]:
+    return {"docid": "7", "title": title, "text": text}
+
+
+def dpr_records() -> list[dict[str, Any]]:
+    return [
+        {
+            "question": record.query,
+            "answers": ["an answer"],
+            "positive_ctxs": [passage(title, text)],
+            "negative_ctxs": [passage("", "random")],
+            "hard_negative_ctxs": [passage("", negative) for negative in record.negatives],
+        }
+        for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
+    ]
+
+
+def tevatron_records() -> list[dict[str, Any]]:
+    return [
+        {
+            "query_id": i,
+            "query": record.query,
+            "positive_passages": [passage(title, text)],
+            "negative_passages": [passage("", negative) for negative in record.negatives],
+        }
+        for i, (record, title, text) in enumerate(zip(RECORDS, TITLES, TEXTS, strict=True))
+    ]
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "query": record.query,
+            "title": title,
+            "positive": text,
+            "negative_1": record.negatives[0],
+            "negative_2": record.negatives[1],
+        }
+        for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
+    ]
+
+
+def delimited(delimiter: str, names: dict[str, str] | None = None, end: str = "\r\n") -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter, lineterminator=end)
+    header = list(rows()[0])
+    writer.writerow([(names or {}).get(name, name) for name in header])
+    writer.writerows([row[name] for name in header] for row in rows())
+    return text.getvalue()
+
+
+def table(records: list[dict[str, Any]] | None = None) -> Any:
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(rows() if records is None else records)
+
+
+def put_parquet(path: Path, records: list[dict[str, Any]] | None = None, **options: Any) -> Path:
+    import pyarrow.parquet as pq
+
+    pq.write_table(table(records), path, **options)
+    return path
+
+
+def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
+    from datasets import Dataset
+
+    Dataset.from_list(rows() if records is None else records).save_to_disk(str(path))
+    return path
+
+
+def put_beir(folder: Path) -> Path:
+    corpus = [{"_id": f"d{i}", "title": t or "", "text": x} for i, (t, x) in enumerate(zip(TITLES, TEXTS, strict=True))]
+    put(folder / "corpus.jsonl", lines(corpus))
+    put(folder / "queries.jsonl", lines([{"_id": f"q{i}", "text": r.query} for i, r in enumerate(RECORDS)]))
+    put(folder / "qrels" / "train.tsv", "query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(3)))
+    return folder
+
+
+def put_msmarco(folder: Path, ending: str = "") -> Path:
+    """Passages 0-2 are the positives of queries 100-102; 10 to 15 are their negatives."""
+    negatives = [negative for record in RECORDS for negative in record.negatives]
+    passages = [f"{i}\t{r.positives[0]}" for i, r in enumerate(RECORDS)]
+    passages += [f"{10 + i}\t{negative}" for i, negative in enumerate(negatives)]
+    # In neither order of the judgements.
+    put(folder / f"collection.tsv{ending}", "".join(f"{line}\n" for line in reversed(passages)))
+    queries = [f"{100 + i}\t{r.query}\n" for i, r in enumerate(RECORDS)]
+    put(folder / f"queries.train.tsv{ending}", "".join(reversed(queries)) + "103\tnot judged\n")
+    put(folder / f"qrels.train.tsv{ending}", "".join(f"{100 + i}\t0\t{i}\t1\n" for i in range(3)))
+    triples = [f"{100 + i // 2}\t{i // 2}\t{10 + i}\n" for i in range(6)]
+    put(folder / f"qidpidtriples.train.full.2.tsv{ending}", "".join(triples))
+    return folder
+
+
+def text_triples() -> str:
+    return "".join(f"{r.query}\t{r.positives[0]}\t{r.negatives[0]}\n" for r in RECORDS)
+
+
+# name of the format -> writes RECORDS into a folder and returns what to name as the source
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "beir": lambda folder: put_beir(folder / "beir"),
+    "dpr": lambda folder: put(folder / "dpr.json", json.dumps(dpr_records(), indent=1)),
+    "tevatron": lambda folder: put(folder / "tevatron.jsonl", lines(tevatron_records())),
+    "msmarco": lambda folder: put_msmarco(folder / "msmarco"),
+    "pairs": lambda folder: put(folder / "pairs.jsonl", lines(rows())),
+    "csv": lambda folder: put(folder / "table.csv", delimited(",")),
+    "parquet": lambda folder: put_parquet(folder / "table.parquet"),
+    "hub": lambda folder: put_saved(folder / "saved"),
+}
+
+
+def read(source: str | Path, **options: Any) -> tuple[list[Record], RecordReport]:
+    """All records, none of which is bad, and the report."""
+    report = RecordReport()
+    found = list(read_records(source, report=report, **options))
+    assert report.seen == report.used + report.reported
+    return found, report
