@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contaccum.data.record import Record, RecordRules, training_text
 from contaccum.data.records import Fault, one_line, quoted
@@ -31,6 +32,7 @@ POSITIVE_FIELDS = (
 )
 NEGATIVE_FIELDS = ("negatives", "negative", "negative_passages", "hard_negatives", "hard_negative_ctxs", "neg")
 TITLE_FIELD = "title"
+_NUMBERED = re.compile(r"negative_[1-9][0-9]*")
 
 _ROLES = ("query", "positive", "negatives", "title")
 _ALIASES = {"positives": "positive", "negative": "negatives"}
@@ -96,6 +98,7 @@ class Fields:
         self.positive: str | None = None
         # A mapped name that no record has is a mistake, but one record without negatives or title is not.
         self._never_seen = {role: self.mapped[role] for role in ("negatives", "title") if role in self.mapped}
+        self._last: tuple[tuple[str, ...], _Layout] | None = None
 
     def settle(self, names: Collection[str], kind: str = "fields") -> None:
         """Choose the query and the positive among `names`; what is chosen stays.
@@ -128,7 +131,9 @@ class Fields:
         except Fault as fault:
             raise DataError(one_line(f"{where}: {fault.reason}: {fault.detail} ({fault.mend})")) from None
         assert self.query is not None and self.positive is not None
-        needed = [self.query, self.positive, *self._title_field(names), *self._negative_fields(names)]
+        layout = self._layout_of(names)
+        titles = [] if layout.title is None else [layout.title]
+        needed = [self.query, self.positive, *titles, *layout.negative_fields]
         for name in needed:
             if list(names).count(name) > 1:
                 raise DataError(one_line(f"{where}: two columns are called {quoted(name)} (rename one)"))
@@ -141,15 +146,13 @@ class Fields:
             Fault: what is missing, empty or no text.
         """
         assert self.query is not None and self.positive is not None
-        for role, name in list(self._never_seen.items()):
-            if name in record:
-                del self._never_seen[role]
+        layout = self._layout_of(record)
         query = training_text(record.get(self.query), self.query)
         value = record.get(self.positive)
-        title = next((record[name] for name in self._title_field(record)), None)
+        title = None if layout.title is None else record[layout.title]
         # None goes on as a passage, so that the fault says "missing".
         positives = rules.positives([None] if value is None else _listed(value), self.positive, title)
-        negatives = self._negatives_of(record)
+        negatives = layout.negatives_of(record)
         return Record(query, positives, rules.negatives(negatives, "negatives")), bool(negatives)
 
     def refuse_never_seen(self, path: str | Path, names: Iterable[str]) -> None:
@@ -170,29 +173,49 @@ class Fields:
             raise Fault(f"missing {role}", f"its {kind} are {quoted(', '.join(names), 200)}", mend)
         return found
 
-    def _title_field(self, names: Collection[str]) -> list[str]:
-        name = self.mapped.get("title", TITLE_FIELD)
-        return [name] if name in names and name not in (self.query, self.positive) else []
+    def _layout_of(self, names: Iterable[str]) -> _Layout:
+        """What the fields `names` are for. Most records have the fields of the one before, so that one is kept."""
+        key = tuple(names)
+        if self._last is None or self._last[0] != key:
+            for role, name in list(self._never_seen.items()):
+                if name in key:
+                    del self._never_seen[role]
+            self._last = key, self._new_layout(key)
+        return self._last[1]
 
-    def _negative_fields(self, names: Collection[str]) -> list[str]:
-        """Every field that may hold negatives: the numbered ones, then those of the other names."""
+    def _new_layout(self, names: tuple[str, ...]) -> _Layout:
+        title = self.mapped.get("title", TITLE_FIELD)
+        taken = {self.query, self.positive}
+        found = title if title in names and title not in taken else None
         if "negatives" in self.mapped:
-            return [self.mapped["negatives"]] if self.mapped["negatives"] in names else []
-        others = {self.query, self.positive, *self.mapped.values()}
-        return [*_numbered(names), *(name for name in NEGATIVE_FIELDS if name in names and name not in others)]
+            return _Layout(found, [], [name for name in names if name == self.mapped["negatives"]])
+        others = {*taken, *self.mapped.values()}
+        free = [name for name in names if name not in others]
+        # By number, not by place; a gap (a record without its negative_1) hides none after it.
+        numbered = sorted((name for name in free if _NUMBERED.fullmatch(name)), key=lambda name: (len(name), name))
+        return _Layout(found, numbered, [name for name in NEGATIVE_FIELDS if name in free])
 
-    def _negatives_of(self, record: Mapping[str, Any]) -> list[Any]:
+
+class _Layout(NamedTuple):
+    """The fields of a record beside its query and positive."""
+
+    title: str | None
+    numbered: list[str]
+    other_negatives: list[str]
+
+    @property
+    def negative_fields(self) -> list[str]:
+        return [*self.numbered, *self.other_negatives]
+
+    def negatives_of(self, record: Mapping[str, Any]) -> list[Any]:
         """All numbered negatives or, where there are none, those of the first field that has any; null is none."""
-        filled = [name for name in self._negative_fields(record) if record[name] is not None]
-        numbered = [name for name in filled if name.startswith("negative_") and name not in NEGATIVE_FIELDS]
-        return [item for name in numbered or filled[:1] for item in _listed(record[name])]
-
-
-def _numbered(names: Collection[str]) -> list[str]:
-    numbered: list[str] = []
-    while (name := f"negative_{len(numbered) + 1}") in names:
-        numbered.append(name)
-    return numbered
+        listed = [item for name in self.numbered if record[name] is not None for item in _listed(record[name])]
+        for name in self.other_negatives:
+            if listed:
+                break
+            if record[name] is not None:
+                listed = _listed(record[name])
+        return listed
 
 
 def _listed(value: object) -> list[Any]:

@@ -29,6 +29,9 @@ OnBadRecord = Literal["stop", "skip"]
 # A file of nothing but bad records must not fill the memory with its own report; the counts stay exact.
 ENTRIES_KEPT = 10_000
 
+# A file without line ends (a binary, a giant array) must not be drawn into memory as one line.
+LONGEST_LINE = 1 << 26
+
 UNREADABLE = (OSError, EOFError, zlib.error)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -179,25 +182,32 @@ def read_raw_lines(
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield (1-based line number, byte at which it starts, its bytes) for every line of an open file, blank ones too.
 
-    A byte-order mark is left out. A file that breaks off is one bad record, counted here.
+    A byte-order mark is left out. A file that breaks off is one bad record, and so is a line of more than
+    `LONGEST_LINE` bytes; both are counted here.
 
     Args:
         broken_off: why `file` ends too early, where whoever unpacked it knows.
 
     Raises:
-        DataError: the file has nothing but blank lines; or it breaks off, under "stop".
+        DataError: the file has nothing but blank lines; or such a bad record under "stop".
     """
     line, start = 0, 0
     anything = False
     while True:
         try:
-            raw = file.readline()
+            raw = file.readline(LONGEST_LINE)
+            beyond = _skip_rest_of_line(file) if len(raw) >= LONGEST_LINE and not raw.endswith(b"\n") else 0
         except UNREADABLE as error:
             broken_off, raw = error, b""
         if not raw:
             break
         line += 1
-        here, start = start, start + len(raw)
+        here, start = start, start + len(raw) + beyond
+        if beyond:
+            anything = True
+            report.see()
+            report.reject(path, line, Fault("line too long", f"{len(raw) + beyond} bytes", "write one record a line"))
+            continue
         if line == 1 and raw.startswith(BYTE_ORDER_MARK):
             here, raw = len(BYTE_ORDER_MARK), raw[len(BYTE_ORDER_MARK) :]
         anything = anything or bool(raw.strip())
@@ -207,6 +217,15 @@ def read_raw_lines(
         report.reject(path, line + 1, broken_off_fault(broken_off))
     elif not anything:
         refuse_empty(path)
+
+
+def _skip_rest_of_line(file: gzip.GzipFile | IO[bytes]) -> int:
+    skipped = 0
+    while piece := file.readline(1 << 20):
+        skipped += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return skipped
 
 
 def text_line(raw: bytes) -> str:
@@ -293,6 +312,8 @@ def text_of(value: object, what: str) -> str:
         raise Fault(f"missing {what}")
     if not isinstance(value, str):
         raise Fault(f"{what} is not text", f"found {quoted(value)}")
+    if value.isascii():  # known without a look at the text, and most texts are
+        return value
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:

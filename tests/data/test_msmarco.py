@@ -116,5 +116,6 @@ def test_a_collection_that_changes_while_it_is_read_is_an_error_that_says_so(tmp
     records = read_records(folder)
     next(records)
     put(folder / "collection.tsv", "something else\n" * 9)
-    with pytest.raises(DataError, match=r"collection\.tsv: '1' is gone \(it changed while it was read\)"):
+    # Which text is missed first depends on what the file's buffer still holds.
+    with pytest.raises(DataError, match=r"collection\.tsv: '\d+' is gone \(it changed while it was read\)"):
         list(records)

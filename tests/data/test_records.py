@@ -263,7 +263,10 @@ def test_quoted_values_are_short_and_printable():
 
 @pytest.mark.parametrize("chunk_bytes", range(1, 80))
 def test_array_may_be_cut_anywhere_while_it_is_read(tmp_path, chunk_bytes):
-    text = '[{"a": null, "b": [-12.5e+3, 1E5, true, false, {}]},\n {"\\u00e9\\ud83d\\ude00é": "\\\\\\"x"}, {"n": 123456789012}]'
+    text = (
+        '[{"a": null, "b": [-12.5e+3, 1E5, true, false, {}]},\n '
+        '{"\\u00e9\\ud83d\\ude00é": "\\\\\\"x"}, {"n": 123456789012}]'
+    )
     path = write(tmp_path / "a.json", text.encode())
     report = RecordReport("stop")
     assert [record for _, record in read_json_array(path, report, chunk_bytes)] == json.loads(text)
