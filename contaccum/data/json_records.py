@@ -12,7 +12,7 @@ from typing import Any
 from contaccum.data.fields import Fields
 from contaccum.data.json_array import read_json_array
 from contaccum.data.record import Record, RecordRules, list_of, training_text
-from contaccum.data.records import Fault, RecordReport, read_json_lines
+from contaccum.data.records import Fault, RecordReport, quoted, read_json_lines
 
 _FALLEN_BACK = "records without hard_negative_ctxs, their negative_ctxs taken"
 
@@ -30,6 +30,9 @@ def read_dpr(path: Path, rules: RecordRules, report: RecordReport) -> Iterator[R
     for line, record in read_json_array(path, report):
         fallen_back = False
         try:
+            if "question" not in record and "positive_ctxs" not in record:
+                mend = "other records than DPR's go one a line, as jsonl, without [ and ]"
+                raise Fault("missing question", f"its fields are {quoted(', '.join(record), 200)}", mend)
             query = training_text(record.get("question"), "question")
             positives = rules.positives(list_of(record.get("positive_ctxs"), "positive_ctxs"), "positive_ctxs")
             field = "hard_negative_ctxs"

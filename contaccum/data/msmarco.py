@@ -24,7 +24,7 @@ Judged = dict[str, dict[str, int]]
 _SCORE = re.compile(r"[+-]?[0-9]{1,9}")
 _LAYOUT = (
     "an MS MARCO folder holds collection.tsv, queries.SPLIT.tsv, qrels.SPLIT.tsv and perhaps "
-    "qidpidtriples.SPLIT.*.tsv, each plain or .gz"
+    "qidpidtriples.SPLIT.*.tsv, each plain or .gz; without SPLIT, queries.tsv, qrels.tsv and triples.tsv"
 )
 _NOT_JUDGED = "triples of queries that the qrels do not judge, not used"
 
@@ -222,7 +222,7 @@ def _read_qrels(path: Path, report: RecordReport, queries: LineIndex, passages: 
 
 
 def _files(folder: Path, split: str) -> tuple[Path, Path, Path]:
-    """Collection, queries and qrels of a split, each plain or .gz.
+    """Collection, queries and qrels of a split, each plain or .gz; a file without a split in its name is of every one.
 
     Raises:
         DataError: one is missing; the message says which splits there are.
@@ -230,20 +230,30 @@ def _files(folder: Path, split: str) -> tuple[Path, Path, Path]:
     if not os.path.isdir(folder):
         raise DataError(one_line(f"{folder}: no such folder (check the path; {_LAYOUT})"))
     found = []
-    for name in ("collection.tsv", f"queries.{split}.tsv", f"qrels.{split}.tsv"):
-        path = next((folder / n for n in (name, f"{name}.gz") if os.path.isfile(folder / n)), None)
+    for name, plain in (
+        ("collection.tsv", "collection.tsv"),
+        (f"queries.{split}.tsv", "queries.tsv"),
+        (f"qrels.{split}.tsv", "qrels.tsv"),
+    ):
+        names = (name, f"{name}.gz", plain, f"{plain}.gz")
+        path = next((folder / n for n in names if os.path.isfile(folder / n)), None)
         if path is None:
-            names = (re.fullmatch(r"qrels\.(.+)\.tsv(\.gz)?", n) for n in os.listdir(folder))
-            splits = ", ".join(sorted({match.group(1) for match in names if match})) or "none"
+            matches = (re.fullmatch(r"qrels\.(.+)\.tsv(\.gz)?", n) for n in os.listdir(folder))
+            splits = ", ".join(sorted({match.group(1) for match in matches if match})) or "none"
             raise DataError(one_line(f"{folder / name}: no such file; qrels are there of: {splits} ({_LAYOUT})"))
         found.append(path)
     return found[0], found[1], found[2]
 
 
 def _triples_file(folder: Path, split: str) -> Path | None:
-    """The folder's triples of ids for a split: *qidpidtriples*.SPLIT.*tsv, plain or .gz."""
+    """The folder's triples of ids: *qidpidtriples*.SPLIT.*tsv or, without a split, triples.tsv; plain or .gz.
+
+    triples.SPLIT.*.tsv is left alone: those that are published hold texts.
+    """
+    there = os.listdir(folder)
     pattern = re.compile(rf".*qidpidtriples\.(.+\.)?{re.escape(split)}(\..+)?\.tsv(\.gz)?")
-    names = sorted(name for name in os.listdir(folder) if pattern.fullmatch(name))
+    names = sorted(name for name in there if pattern.fullmatch(name))
+    names = names or [name for name in ("triples.tsv", "triples.tsv.gz", "qidpidtriples.tsv") if name in there]
     names = [name for name in names if not (name.endswith(".gz") and name.removesuffix(".gz") in names)]
     if len(names) > 1:
         raise DataError(one_line(f"{folder}: several files of triples: {', '.join(names)} (keep one there)"))

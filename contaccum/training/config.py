@@ -13,6 +13,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from contaccum.data.fields import parse_columns
+from contaccum.data.formats import DATA_FORMATS
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -132,7 +133,12 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     if unknown:
         raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "on the command line"))
     model, data, args = parsed
-    parse_columns(data.data_columns)  # refused here, before anything is loaded
+    # Refused here, before anything is loaded.
+    parse_columns(data.data_columns)
+    if data.data_format is not None and data.data_format not in DATA_FORMATS:
+        close = difflib.get_close_matches(data.data_format, DATA_FORMATS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"data_format={data.data_format!r} is unknown (use {', '.join(DATA_FORMATS)}){hint}")
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
     for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", output_dir)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from contaccum.comparison.command import _train_fingerprints
 from contaccum.comparison.plan import make_plan, read_entries, read_grid, read_options
 from contaccum.errors import ConfigError
 from contaccum.training.config import parse
@@ -36,6 +37,20 @@ def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(options: O
     assert cell == {"bank_size": "8", "drift_compensation": "none"}
     args = arguments_of(found.groups[groups["contaccum"]].runs[1])
     assert (args.bank_size, args.drift_compensation, args.seed) == (8, "none", 1)
+
+
+def test_data_columns_reach_every_run_and_other_columns_are_other_data(options: Options, tmp_path: Path):
+    data, config = tmp_path / "a.jsonl", tmp_path / "a.yaml"
+    data.write_text('{"frage": "q", "gut": "p", "anders": "r"}\n')
+    config.write_text(f"train_data: {data}\ndata_columns: {{query: frage, positive: gut}}\n")
+    read = {**options, **read_options([str(config)], [])}
+    fingerprints = []
+    words = read_options([], ["--data_columns", "query=frage", "positive=anders"])
+    for found in (plan(read, ["grad_accum"], seeds=[0]), plan({**read, **words}, ["grad_accum"], seeds=[0])):
+        (run,) = found.runs
+        assert parse(list(run.options))[1].data_columns == run.data.data_columns
+        fingerprints.append(_train_fingerprints(found)[run.name])
+    assert len(set(fingerprints)) == 2
 
 
 def test_a_setting_that_every_method_has_is_crossed_with_all(options: Options):

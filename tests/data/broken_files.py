@@ -284,6 +284,12 @@ case(
     r"a\.jsonl:1: missing query: its fields are 'q, p' .*--data_columns",
     None,
 )
+case(
+    "array of pairs",
+    file("a.json", '[{"query": "q", "positive": "p"}]'),
+    r"a\.json:1: missing question: its fields are 'query, positive' \(other records than DPR's go one a line",
+    None,
+)
 case("no positives in dpr", dpr(lambda r: r[1].update(positive_ctxs=[])), r"dpr\.json:3: empty positive_ctxs", (2, 1))
 case(
     "null passages in dpr",

@@ -54,6 +54,18 @@ def test_msmarco_split_chooses_queries_and_qrels_and_leaves_other_triples_alone(
         read(folder, split="dev")
 
 
+def test_msmarco_files_without_a_split_in_their_names_are_of_every_split(tmp_path):
+    folder = put_msmarco(tmp_path / "m")
+    for old, new in (("queries.train", "queries"), ("qrels.train", "qrels"), ("qidpidtriples.train.full.2", "triples")):
+        (folder / f"{old}.tsv").rename(folder / f"{new}.tsv")
+    assert read(folder)[0] == read(folder, split="dev")[0] == RECORDS
+    put(folder / "qrels.dev.tsv", "101\t0\t1\t1\n")
+    assert read(folder, split="dev")[0] == RECORDS[1:2]
+    # Published beside the rest, and of texts.
+    put(folder / "triples.train.small.tsv", text_triples())
+    assert read(folder)[0] == RECORDS
+
+
 def test_msmarco_ids_need_not_be_numbers_and_a_header_is_no_passage(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "pid\ttext\nmsmarco_passage_00_7\tseven\n007\tother\n")

@@ -68,6 +68,32 @@ def test_a_null_among_numbered_negatives_hides_none_after_it(tmp_path):
     assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["p"], ["n2"])]
 
 
+def test_a_gap_among_numbered_negatives_hides_none_after_it_and_they_come_by_number(tmp_path):
+    negatives = {f"negative_{i}": f"n{i}" for i in (10, 9, 2)}
+    path = put(tmp_path / "a.jsonl", lines([{"query": "q", "positive": "p", **negatives}]))
+    assert read(path)[0] == [Record("q", ["p"], ["n2", "n9", "n10"])]
+    records = [{"query": "q", "positive": "p", "negatives": [], "hard_negatives": ["h"]}]
+    assert read(put(tmp_path / "b.jsonl", lines(records)))[0] == [Record("q", ["p"], ["h"])]
+
+
+@pytest.mark.parametrize("columns", [None, {"negatives": "hard", "title": "heading"}])
+def test_records_of_one_file_may_have_different_fields(tmp_path, columns):
+    names = columns or {"negatives": "negatives", "title": "title"}
+    records = [
+        {"query": "a", "positive": "p"},
+        {"query": "b", "positive": "p", names["title"]: "T"},
+        {"positive": "p", names["negatives"]: ["n"], "query": "c"},
+        {"query": "d", "positive": "p"},
+    ]
+    found = read(put(tmp_path / "a.jsonl", lines(records)), columns=columns)[0]
+    assert found == [
+        Record("a", ["p"], []),
+        Record("b", ["T p"], []),
+        Record("c", ["p"], ["n"]),
+        Record("d", ["p"], []),
+    ]
+
+
 def test_readers_yield_before_they_have_read_on(tmp_path):
     for name in ("tevatron", "pairs", "csv"):
         path = WRITERS[name](tmp_path)

@@ -280,3 +280,17 @@ def test_array_with_a_bracket_left_open_does_not_draw_the_rest_into_memory(tmp_p
     path = write(tmp_path / "a.json", b'[{"a": 1},\n{"b": [' + b'{"a": 1},\n' * 1000 + b"]")
     records, report = read(path, "skip", lambda path, report: read_json_array(path, report, 100))
     assert records == [(1, {"a": 1})] and report.entries == [BadRecord(str(path), 2, "broken JSON")]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_without_end_is_one_bad_record_and_is_not_held(tmp_path, monkeypatch, end, name):
+    monkeypatch.setattr("contaccum.data.records.LONGEST_LINE", 1000)
+    content = b'{"a": 1}\n' + b"x" * 3_000_000 + end + (b'{"b": 2}\n' if end else b"")
+    path = write(tmp_path / name, content)
+    records, report = read(path, "skip", read_json_lines)
+    assert records == [(1, {"a": 1}), *([(3, {"b": 2})] if end else [])]
+    assert report.entries == [BadRecord(str(path), 2, "line too long")]
+    assert report.seen == len(records) + 1
+    with pytest.raises(DataError, match=r":2: line too long: 300000\d bytes \(write one record a line, or leave"):
+        list(read_json_lines(path, RecordReport()))

@@ -11,6 +11,7 @@ import yaml
 from sample_texts import sentences
 
 from contaccum.cli import main
+from contaccum.data.fields import parse_columns
 from contaccum.errors import ConfigError
 from contaccum.training.config import parse
 
@@ -57,6 +58,41 @@ def test_mistakes_are_named(text: str | None, arguments: list[str], message: str
         parse([config(tmp_path, text), *arguments])
 
 
+@pytest.mark.parametrize(
+    ("keys", "arguments", "expected"),
+    [
+        ({"data_columns": {"query": "question", "negatives": "hard"}}, [], {"query": "question", "negatives": "hard"}),
+        ({"data_columns": ["query=question", "title=h=1"]}, [], {"query": "question", "title": "h=1"}),
+        (
+            {"data_columns": {"query": "a"}},
+            ["--data_columns", "query=b", "title=c d"],
+            {"query": "b", "title": "c d"},
+        ),
+        ({}, ["--data_columns=positive=x"], {"positive": "x"}),
+        ({}, [], {}),
+    ],
+)
+def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(
+    keys: dict[str, Any], arguments: list[str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    _, data, _ = parse([config(tmp_path, **keys), *arguments])
+    assert parse_columns(data.data_columns) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data_columns: {qurey: a}", r"data_columns: 'qurey' is unknown .*did you mean 'query'"),
+        ("data_columns: {query: [a]}", r"data_columns: query must name a column, got \['a'\]"),
+        ("data_columns: query", r"data_columns: 'query' is not ROLE=NAME"),
+        ("data_format: tevatro", r"data_format='tevatro' is unknown .*did you mean 'tevatron'"),
+    ],
+)
+def test_data_settings_that_cannot_work_are_refused_with_the_arguments(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse([config(tmp_path, text)])
+
+
 def test_missing_config_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing.yaml: no such config file"):
         parse([str(tmp_path / "nothing.yaml")])
@@ -85,10 +121,10 @@ def write_pairs(path: Path, n: int) -> str:
     return str(path)
 
 
-def train(backbone: str, data: str, output: Path, *more: str) -> int:
+def train(backbone: str, data: str, output: Path, *more: str, file: str | None = None) -> int:
     settings = ["--max_steps=2", "--per_device_train_batch_size=4", "--bank_size=8", "--disable_tqdm=true"]
     places = [f"--model={backbone}", f"--train_data={data}", f"--output_dir={output}", "--save_strategy=no"]
-    return main(["train", *places, *settings, *more])
+    return main(["train", *([] if file is None else [file]), *places, *settings, *more])
 
 
 def test_train_command_leaves_a_model_and_its_record(backbone: str, tmp_path: Path) -> None:
@@ -97,6 +133,20 @@ def test_train_command_leaves_a_model_and_its_record(backbone: str, tmp_path: Pa
     assert {"modules.json", "run.json", "train_log.jsonl", "training_args.json"} <= {p.name for p in output.iterdir()}
     # What it trained, it trains again: now the folder is a SentenceTransformer.
     assert train(str(output), data, tmp_path / "again") == 0
+
+
+def test_train_command_reads_a_table_by_its_columns_whatever_its_name(backbone: str, tmp_path: Path) -> None:
+    rows = zip(sentences(12, 1), sentences(12, 2), sentences(12, 3), strict=True)
+    data = tmp_path / "table.txt"
+    data.write_text("frage\tantwort\tfalsch\n" + "".join("\t".join(row) + "\n" for row in rows))
+    columns = {"query": "frage", "positive": "antwort", "negatives": "falsch"}
+    file = config(tmp_path, data_columns=columns, num_hard_negatives=1)
+    assert train(backbone, str(data), tmp_path / "out", file=file) == 0
+    assert (tmp_path / "out" / "modules.json").is_file()
+    # Under another mapping, and under another format, the same file is refused.
+    assert train(backbone, str(data), tmp_path / "no", "--data_columns", "query=falsch", file=file) == 2
+    assert train(backbone, str(data), tmp_path / "no", "--data_format=pairs", file=file) == 2
+    assert not (tmp_path / "no").exists()
 
 
 def test_bad_record_stops_before_anything_is_written(
