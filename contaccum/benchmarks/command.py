@@ -1,11 +1,11 @@
-"""`contaccum bench update|trainer|loss`: measure, print a table, write JSON (and a picture)."""
+"""`contaccum bench update|trainer|loss|readers`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,12 +22,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer|loss [OPTIONS]``; returns the exit code."""
-    if not argv or argv[0] not in ("update", "trainer", "loss"):
+    """``contaccum bench update|trainer|loss|readers [OPTIONS]``; returns the exit code."""
+    if not argv or argv[0] not in ("update", "trainer", "loss", "readers"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, trainer or loss")
-    options = _parse(argv[0], argv[1:])
+        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss or readers")
+    options = _parse_readers(argv[1:]) if argv[0] == "readers" else _parse(argv[0], argv[1:])
     from contaccum.benchmarks.loss import measure_loss
+    from contaccum.benchmarks.readers import ReaderSettings, measure_readers
     from contaccum.benchmarks.trainers import measure_trainers
     from contaccum.benchmarks.update import UpdateSettings, measure_updates
     from contaccum.evaluation.provenance import git_commit, package_versions
@@ -35,21 +36,24 @@ def run(argv: Sequence[str]) -> int:
 
     output: Path = options.pop("output")
     require_writable(output)
-    settings = UpdateSettings(**options)
+    settings: Any = ReaderSettings(**options) if argv[0] == "readers" else UpdateSettings(**options)
     settings.check()
-    measure, show = {
+    kinds: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
         "update": (measure_updates, format_records),
         "trainer": (measure_trainers, format_trainers),
         "loss": (measure_loss, format_loss),
-    }[argv[0]]
+        "readers": (measure_readers, format_readers),
+    }
+    measure, show = kinds[argv[0]]
     records = measure(settings, progress=lambda line: print(line, flush=True))
     print(show(records))
     result = {
         "command": " ".join(["contaccum", "bench", *argv]),
         "settings": asdict(settings),
         "records": records,
-        "paper": PAPER,
-        "machine": machine(settings.device),
+        # The paper's figures are of updates.
+        **({} if argv[0] == "readers" else {"paper": PAPER}),
+        "machine": machine(getattr(settings, "device", "cpu")),
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
@@ -60,6 +64,16 @@ def run(argv: Sequence[str]) -> int:
         draw(records, output.with_suffix(".png"))
         print(f"written: {output.with_suffix('.png')}")
     return 0
+
+
+def _parse_readers(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog="contaccum bench readers", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--rows", type=int, default=20_000, help="records of each file")
+    parser.add_argument("--formats", nargs="+", default=argparse.SUPPRESS, help="some of them; default: all")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
+    parser.add_argument("--output", type=Path, default=Path("bench_readers.json"))
+    return vars(parser.parse_args(list(argv)))
 
 
 def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -126,6 +140,22 @@ def format_loss(records: list[dict[str, Any]]) -> str:
         lines.append(
             f"{r['bank']:>7} {r['milliseconds']:>9.2f} {cells[0]:>10} {cells[1]:>8} {cells[2]:>11} {cells[3]:>7} "
             f"{r['stored_mb']:>10.0f}"
+        )
+    return "\n".join(lines)
+
+
+def format_readers(records: list[dict[str, Any]]) -> str:
+    """One line a format."""
+    lines = [
+        f"{'format':<12} {'MB':>6} {'MB/s':>6} {'records/s':>10} {'ratio':>6} {'low':>6} {'high':>6} {'peak MB':>8} "
+        f"{'theirs':>7}  against"
+    ]
+    for r in records:
+        memory = ["-" if r[key] is None else f"{r[key]:.0f}" for key in ("memory_mb", "rival_memory_mb")]
+        lines.append(
+            f"{r['format']:<12} {r['file_mb']:>6.0f} {r['mb_per_second']:>6.0f} {r['records_per_second']:>10.0f} "
+            f"{r['ratio']:>6.2f} {r['ratio_low']:>6.2f} {r['ratio_high']:>6.2f} {memory[0]:>8} {memory[1]:>7}  "
+            f"{r['rival']}"
         )
     return "\n".join(lines)
 
