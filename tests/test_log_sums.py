@@ -19,12 +19,16 @@ D = 8
 def dense_of_bank(loss_fn: BankedInfoNCE, inputs: list[Tensor], ids: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The dense loss of a micro-batch against what the bank holds now, in ``dtype``."""
     n, h = inputs[0].shape[0], inputs[2].shape[1]
-    unit = [normalize(x, dim=-1) if loss_fn.similarity == "cos" else x for x in inputs]
+    unit = [normalize(x, dim=-1) if loss_fn.similarity == "cos" else x * 1 for x in inputs]
     entries = loss_fn.bank.entries()
     used = entries.usable[entries.positives]  # rows that have not retired
     shift = 0.0 if loss_fn.passage_mean is None else loss_fn.passage_mean.mean.to(dtype)
     rows = [unit[0], entries.queries.to(dtype)[used]]
-    columns = [unit[1], unit[2].reshape(-1, D)]
+    columns = [torch.cat([unit[1], unit[2].reshape(-1, D)])]
+    aged = bool((loss_fn.bank.ages_in_updates()[entries.usable] > 0).any())
+    if loss_fn.drift_compensation == "auto" and aged:
+        for part in (rows[0], columns[0]):
+            part.register_hook(lambda gradient: gradient - gradient.mean(0))
     columns += [entries.passages.to(dtype) + shift, entries.negatives.to(dtype).reshape(-1, D) + shift]
     positives = [*range(n), *(n + n * h + entries.positives[used]).tolist()]
     retired = torch.cat([~entries.usable, (~entries.usable).repeat_interleave(entries.negatives.shape[1])])
@@ -116,11 +120,17 @@ def test_errors_stay_at_rounding_over_thousands_of_micro_steps(
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "deferred"])
 @pytest.mark.parametrize("with_ids", [False, True], ids=["no ids", "ids"])
+@pytest.mark.parametrize("drift_compensation", ["auto", "mean"])
 @pytest.mark.parametrize("settings", [{"similarity": "cos", "temperature": 0.05}, {"query_bank_size": 20}])
 def test_retired_entries_are_out_of_the_loss_to_the_last_digit(
-    settings: dict[str, Any], with_ids: bool, eager: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    drift_compensation: str,
+    with_ids: bool,
+    eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bank_block, "EAGER_CPU", eager)
+    settings = {**settings, "drift_compensation": drift_compensation}
     errors = torch.tensor(soak(500, 9, torch.float64, 1.0, with_ids, limited=True, **settings))
     assert errors[:, :2].max() <= 1e-10
 
