@@ -1,4 +1,4 @@
-"""`contaccum bench update|trainer|loss`: measure, print a table, write JSON (and a picture)."""
+"""`contaccum bench update|trainer|loss|sampler`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer|loss [OPTIONS]``; returns the exit code."""
-    if not argv or argv[0] not in ("update", "trainer", "loss"):
+    """``contaccum bench update|trainer|loss|sampler [OPTIONS]``; returns the exit code."""
+    if not argv or argv[0] not in ("update", "trainer", "loss", "sampler"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, trainer or loss")
+        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss or sampler")
     options = _parse(argv[0], argv[1:])
     from contaccum.benchmarks.loss import measure_loss
+    from contaccum.benchmarks.sampler import SamplerSettings, measure_samplers
     from contaccum.benchmarks.trainers import measure_trainers
     from contaccum.benchmarks.update import UpdateSettings, measure_updates
     from contaccum.evaluation.provenance import git_commit, package_versions
@@ -35,13 +36,15 @@ def run(argv: Sequence[str]) -> int:
 
     output: Path = options.pop("output")
     require_writable(output)
-    settings = UpdateSettings(**options)
+    kinds: dict[str, tuple[Any, Any, Any]] = {
+        "update": (UpdateSettings, measure_updates, format_records),
+        "trainer": (UpdateSettings, measure_trainers, format_trainers),
+        "loss": (UpdateSettings, measure_loss, format_loss),
+        "sampler": (SamplerSettings, measure_samplers, format_samplers),
+    }
+    kind, measure, show = kinds[argv[0]]
+    settings = kind(**options)
     settings.check()
-    measure, show = {
-        "update": (measure_updates, format_records),
-        "trainer": (measure_trainers, format_trainers),
-        "loss": (measure_loss, format_loss),
-    }[argv[0]]
     records = measure(settings, progress=lambda line: print(line, flush=True))
     print(show(records))
     result = {
@@ -49,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         "settings": asdict(settings),
         "records": records,
         "paper": PAPER,
-        "machine": machine(settings.device),
+        "machine": machine(getattr(settings, "device", "cpu")),
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
@@ -64,6 +67,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(prog=f"contaccum bench {what}", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path(f"bench_{what}.json"))
+    if what == "sampler":
+        _add_sampler_options(parser)
+        return vars(parser.parse_args(list(argv)))
     parser.add_argument("--backbone", default="minilm", help="bert-base, minilm or tiny (fresh weights), or a model")
     parser.add_argument("--untied", dest="tied", action="store_false", help="two towers")
     parser.add_argument("--local", type=int, default=8, help="pairs per micro-batch")
@@ -79,8 +86,22 @@ def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
-    parser.add_argument("--output", type=Path, default=Path(f"bench_{what}.json"))
     return vars(parser.parse_args(list(argv)))
+
+
+def _add_sampler_options(parser: argparse.ArgumentParser) -> None:
+    from contaccum.benchmarks.sampler import SAMPLERS, SamplerSettings
+
+    defaults = SamplerSettings()
+    parser.add_argument("--rows", type=int, default=defaults.rows)
+    parser.add_argument("--batch_size", type=int, default=defaults.batch_size)
+    parser.add_argument(
+        "--duplicates", type=float, default=defaults.duplicates, help="share of each column's texts that are another's"
+    )
+    parser.add_argument("--samplers", nargs="+", default=defaults.samplers, help=", ".join(SAMPLERS))
+    parser.add_argument("--windows", type=int, nargs="+", default=defaults.windows, help="batches sorted together")
+    parser.add_argument("--update", type=int, default=defaults.update, help="micro-batches per update")
+    parser.add_argument("--repeats", type=int, default=defaults.repeats)
 
 
 def format_records(records: list[dict[str, Any]]) -> str:
@@ -126,6 +147,26 @@ def format_loss(records: list[dict[str, Any]]) -> str:
         lines.append(
             f"{r['bank']:>7} {r['milliseconds']:>9.2f} {cells[0]:>10} {cells[1]:>8} {cells[2]:>11} {cells[3]:>7} "
             f"{r['stored_mb']:>10.0f}"
+        )
+    return "\n".join(lines)
+
+
+def format_samplers(records: list[dict[str, Any]]) -> str:
+    """One line a sampler, then one line a way of grouping by length."""
+    lines = [f"{'sampler':<21} {'pairs/s':>11} {'ratio':>8} {'first epoch':>12} {'batches':>8} {'repeats':>8}"]
+    for r in (record for record in records if "sampler" in record):
+        ratio = "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
+        lines.append(
+            f"{r['sampler']:<21} {r['pairs_per_second']:>11,.0f} {ratio:>8} {r['first_epoch_seconds']:>10.2f} s "
+            f"{r['batches']:>8} {r['repeats']:>8}"
+        )
+    lines.append(
+        f"{'window':>6} {'padding':>8} {'saved':>7} {'batch spread':>13} {'update spread':>14} {'pairs/s':>11}"
+    )
+    for r in (record for record in records if "window" in record):
+        lines.append(
+            f"{r['window'] or 'theirs':>6} {r['padding']:>8.3f} {r['saved']:>7.1%} {r['batch_spread']:>13.3f} "
+            f"{r['update_spread']:>14.2f} {r['pairs_per_second']:>11,.0f}"
         )
     return "\n".join(lines)
 

@@ -136,10 +136,10 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
     known: dict[tuple[Any, ...], str] = {}
     found = {}
     for run in plan.runs:
-        data = run.data
-        key = (data.train_data, data.data_format, data.split, data.num_hard_negatives, data.on_bad_record)
+        data, topic = run.data, run.arguments.get("topic_column")
+        key = (data.train_data, data.data_format, data.split, data.num_hard_negatives, data.on_bad_record, topic)
         if key not in known:
-            loaded = load_data(data)
+            loaded = load_data(data, topic)
             print(loaded.report.summary())
             known[key] = loaded.fingerprint
         found[run.name] = known[key]

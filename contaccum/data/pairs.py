@@ -44,8 +44,8 @@ QUERY_FIELDS = ("query", "anchor", "question")
 POSITIVE_FIELDS = ("positive", "passage", "answer", "text", "document", "pos")
 NEGATIVE_FIELDS = ("negatives", "negative", "neg")
 
-# (query, positive, negatives)
-Row = tuple[str, str, list[str]]
+# (query, positive, negatives, topic)
+Row = tuple[str, str, list[str], str]
 
 _REPEATED = "pairs that occur again, kept"
 
@@ -55,7 +55,7 @@ class TrainingData:
     """Training pairs, and where they came from.
 
     Attributes:
-        dataset: text columns "query", "positive", "negative_1" .. "negative_h", in this order.
+        dataset: text columns "query", "positive", "negative_1" .. "negative_h", in this order, and the topic if asked.
         report: what became of every record that was read.
         fingerprint: sha256, in hex, of the texts in order, whatever format they were in.
         data_format: "beir", "dpr", "pairs" or "triplets".
@@ -78,6 +78,7 @@ def load_training_data(
     num_hard_negatives: int = 0,
     on_bad_record: OnBadRecord = "stop",
     title_separator: str = " ",
+    topic_column: str | None = None,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each.
 
@@ -97,9 +98,10 @@ def load_training_data(
         num_hard_negatives: h. A record with fewer is a bad record; with 0, negatives are not used.
         on_bad_record: "stop" or "skip".
         title_separator: between a title and its text.
+        topic_column: a field with a text or number in every record of a file, to become the last column.
 
     Raises:
-        ConfigError: an unknown format, or hard negatives from a format that has none.
+        ConfigError: an unknown format, or hard negatives or topics from a format that has none.
         DataError: the file or folder cannot be used, a bad record under "stop", or no row is left.
     """
     source = Path(path)
@@ -107,6 +109,11 @@ def load_training_data(
         raise ConfigError(f"data_format={data_format!r} is unknown (use one of {', '.join(DATA_FORMATS)})")
     if isinstance(num_hard_negatives, bool) or not isinstance(num_hard_negatives, int) or num_hard_negatives < 0:
         raise ConfigError(f"num_hard_negatives={num_hard_negatives!r} is not a number of texts (use 0 or more)")
+    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
+    if topic_column in names:
+        raise ConfigError(
+            f"topic_column={topic_column} is the name of a text column (call the topic's field otherwise)"
+        )
     report = RecordReport(on_bad_record)
     fields = _Fields()
     found = data_format or sniff_format(source)
@@ -117,20 +124,24 @@ def load_training_data(
                 f"{source} (mine them first, or set num_hard_negatives to 0)"
             )
         )
+    if topic_column and found == "beir":
+        raise ConfigError(
+            one_line(f"topic_column={topic_column}, but data_format=beir has no topics: {source} (write it as pairs)")
+        )
 
     if found == "beir":
         rows = _beir_rows(source, split, report, title_separator)
     elif found == "dpr":
-        rows = _dpr_rows(source, num_hard_negatives, report, title_separator)
+        rows = _dpr_rows(source, num_hard_negatives, report, title_separator, topic_column)
     else:
-        rows = _jsonl_rows(source, fields, num_hard_negatives, report, title_separator)
+        rows = _jsonl_rows(source, fields, num_hard_negatives, report, title_separator, topic_column)
 
-    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
+    names += [topic_column] if topic_column else []
     columns: list[list[str]] = [[] for _ in names]
     digest = hashlib.sha256()
     pairs: set[int] = set()
-    for query, positive, negatives in rows:
-        texts = (query, positive, *negatives)
+    for query, positive, negatives, topic in rows:
+        texts = (query, positive, *negatives, *([topic] if topic_column else []))
         add_to_fingerprint(digest, *texts)
         for column, text in zip(columns, texts, strict=True):
             column.append(text)
@@ -198,12 +209,14 @@ def _beir_rows(path: Path, split: str, report: RecordReport, title_separator: st
             if score > 0:
                 document = data.corpus[document_id]
                 passage = passage_text(document["title"], document["text"], title_separator)
-                yield data.queries[query_id], passage, []
+                yield data.queries[query_id], passage, [], ""
             else:
                 report.note("judgements of 0 or less, not a pair")
 
 
-def _dpr_rows(path: Path, h: int, report: RecordReport, title_separator: str) -> Iterator[Row]:
+def _dpr_rows(
+    path: Path, h: int, report: RecordReport, title_separator: str, topic_column: str | None
+) -> Iterator[Row]:
     for line, record in read_json_array(path, report):
         try:
             query = filled_text_of(record.get("question"), "question")
@@ -214,11 +227,12 @@ def _dpr_rows(path: Path, h: int, report: RecordReport, title_separator: str) ->
             listed = record.get("hard_negative_ctxs")
             hard = [] if listed is None else _list_of(listed, "hard_negative_ctxs")
             negatives = _first_negatives(hard, h, "hard_negative_ctxs", title_separator)
+            topic = _topic(record, topic_column)
         except Fault as fault:
             report.reject(path, line, fault)
             continue
         report.accept()
-        yield query, positive, negatives
+        yield query, positive, negatives, topic
 
 
 @dataclass
@@ -247,7 +261,9 @@ class _Fields:
         return self.query, self.positive
 
 
-def _jsonl_rows(path: Path, fields: _Fields, h: int, report: RecordReport, title_separator: str) -> Iterator[Row]:
+def _jsonl_rows(
+    path: Path, fields: _Fields, h: int, report: RecordReport, title_separator: str, topic_column: str | None
+) -> Iterator[Row]:
     for line, record in read_json_lines(path, report):
         try:
             query_field, positive_field = fields.settle(record)
@@ -260,13 +276,19 @@ def _jsonl_rows(path: Path, fields: _Fields, h: int, report: RecordReport, title
             positive = _passage(value, record.get("title"), positive_field, title_separator)
             listed = _listed_negatives(record)
             negatives = _first_negatives(listed, h, "negatives", title_separator)
+            topic = _topic(record, topic_column)
         except Fault as fault:
             report.reject(path, line, fault)
             continue
         report.accept()
         if listed and not h:
             report.note("negatives not used, num_hard_negatives is 0")
-        yield query, positive, negatives
+        yield query, positive, negatives, topic
+
+
+def _topic(record: dict[str, Any], topic_column: str | None) -> str:
+    value = record.get(topic_column) if topic_column else ""
+    return str(value) if isinstance(value, int) else text_of(value, str(topic_column))
 
 
 def _list_of(value: object, what: str) -> list[Any]:
