@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from contaccum.distributed import sum_over_ranks, world_size
 from contaccum.drift import MOVES_ENTRIES, DriftProbe, QueryFrames, RunningMean
+from contaccum.duplicates import PositivesTable
 from contaccum.errors import ConfigError
 from contaccum.log_sums import RunningLogSums
 from contaccum.memory_bank import MemoryBank, check_embeddings
@@ -54,9 +55,15 @@ class BankedModule(nn.Module):
         self.query_mean: RunningMean | None = None
         self.query_frames: QueryFrames | None = None
         self.probe: DriftProbe | None = None
+        self.positives: PositivesTable | None = None
         self.last: dict[str, Any] = {}
         self._ids_seen = False
         self._summed_pairs = 0  # how many of the bank's pairs the running sums have followed
+
+    def know_positives(self, table: PositivesTable) -> None:
+        """Mask the pairs of ``table`` wherever they meet, as if the batch had told of them. Not part of the state."""
+        self.positives = table
+        self._summed_pairs = -1  # masks within the bank change with it
 
     def end_update(self) -> None:
         """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""

@@ -356,7 +356,9 @@ class BankedInfoNCE(BankedModule):
         if self.bank is not None and self.bank.fill:
             entries = self.bank.entries()
             pairs.append((entries.query_ids, entries.passage_ids))
-        return KnownPositives(*(torch.cat(column) for column in zip(*pairs, strict=True)))
+        queries, passages = (torch.cat(column) for column in zip(*pairs, strict=True))
+        table = None if self.positives is None else self.positives.to(queries.device)
+        return KnownPositives(queries, passages, table)
 
     def _entry(self, local: list[Tensor], shift: Tensor | None) -> Entry:
         """What a micro-batch will put into the bank, and where."""
