@@ -18,7 +18,7 @@ COMMANDS = {
     "train": ("contaccum.training.command", "train a retriever from a YAML config and overrides"),
     "evaluate": ("contaccum.evaluation.beir", "score a model on BEIR data with FAISS"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
-    "bench": ("contaccum.benchmarks.command", "measure what an update costs, or how fast data is read"),
+    "bench": ("contaccum.benchmarks.command", "measure updates, the loss, the trainer, samplers and readers"),
 }
 
 

@@ -58,7 +58,8 @@ class RunningMean(nn.Module):
         """Take in a micro-batch of embeddings, (n, d).
 
         A micro-batch whose mean lies further off than sampling explains is a jump of the encoder, and the running
-        mean goes there at once: entries stored while it still lags would be shifted too far later on.
+        mean goes there at once: entries stored while it still lags would be shifted too far later on. A micro-batch of
+        one tells nothing of how samples vary, and never counts as a jump.
         """
         n = embeddings.shape[0]
         embeddings = embeddings.to(self.mean)
@@ -67,12 +68,13 @@ class RunningMean(nn.Module):
         distance = (fresh - self.mean).square().sum()
         # What |fresh - mean|^2 is on average when nothing moved: the variances of the two means.
         noise = self.variance * (1 / n + 1 / (2 * self.horizon))
-        jump = torch.where(seen, (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0), torch.zeros_like(distance))
+        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0)
+        jump = torch.where(seen, jump, torch.zeros_like(distance)) if n > 1 else torch.zeros_like(distance)
         step = -math.expm1(-n / self.horizon)
         self.weight += step * (1 - self.weight)
         gain = step / self.weight
-        spread = (embeddings - torch.where(jump > 0, fresh, self.mean)).square().sum(1).mean()
-        spread = torch.where(seen, spread, (embeddings - fresh).square().sum(1).mean())
+        within = (embeddings - fresh).square().sum() / max(n - 1, 1)
+        spread = torch.where(seen & (jump == 0), (embeddings - self.mean).square().sum(1).mean(), within)
         self.variance += gain * (spread - self.variance)
         self.mean += torch.maximum(gain, jump) * (fresh - self.mean)
 

@@ -16,14 +16,60 @@ from contaccum.memory_bank import NO_ID
 _BLOCK, _ACCELERATOR_BLOCK = 1 << 17, 1 << 21
 
 
-class KnownPositives:
-    """The (query id, passage id) pairs known from the micro-batch and the bank together.
+class PositivesTable:
+    """(query id, passage id) pairs known beforehand, such as all positives of a data set: r of them, in 16 bytes each.
+
+    A pair is found by a 64-bit hash: among ten million, a pair that is not one of them is taken for one with a
+    probability of 5e-13.
 
     Args:
         query_ids, passage_ids: int64 (r,) each, ``NO_ID`` where an id is missing.
     """
 
     def __init__(self, query_ids: Tensor, passage_ids: Tensor) -> None:
+        if query_ids.shape != passage_ids.shape or query_ids.ndim != 1:
+            raise ValueError(
+                f"query_ids and passage_ids must be (r,) both, got {tuple(query_ids.shape)} and "
+                f"{tuple(passage_ids.shape)}"
+            )
+        known = (query_ids != NO_ID) & (passage_ids != NO_ID)
+        self._queries = query_ids[known].long().unique()
+        self._keys = self._key(query_ids[known].long(), passage_ids[known].long()).unique()
+
+    @staticmethod
+    def _key(query_ids: Tensor, passage_ids: Tensor) -> Tensor:
+        return mix64(mix64(query_ids) + passage_ids)
+
+    @staticmethod
+    def _among(ids: Tensor, ordered: Tensor) -> Tensor:
+        place = torch.searchsorted(ordered, ids.contiguous()).clamp_(max=max(ordered.numel() - 1, 0))
+        return ordered[place] == ids if ordered.numel() else torch.zeros_like(ids, dtype=torch.bool)
+
+    def to(self, device: torch.device) -> PositivesTable:
+        """The table, now on ``device``."""
+        self._queries, self._keys = self._queries.to(device), self._keys.to(device)
+        return self
+
+    def mark(self, mask: Tensor, query_ids: Tensor, passage_ids: Tensor) -> None:
+        """Set ``mask`` (r, c) where a column's passage (c,) is a known positive of a row's query (r, 1)."""
+        if mask.device.type == "cpu":  # few queries have several positives; an accelerator would stop to count them
+            rows = self._among(query_ids[:, 0], self._queries).nonzero()[:, 0]
+            if rows.numel():
+                mask[rows] |= self._among(self._key(query_ids[rows], passage_ids), self._keys)
+        else:
+            mask |= self._among(self._key(query_ids, passage_ids), self._keys)
+
+
+class KnownPositives:
+    """The (query id, passage id) pairs known from the micro-batch and the bank together, and from a table.
+
+    Args:
+        query_ids, passage_ids: int64 (r,) each, ``NO_ID`` where an id is missing.
+        table: of pairs known beforehand.
+    """
+
+    def __init__(self, query_ids: Tensor, passage_ids: Tensor, table: PositivesTable | None = None) -> None:
+        self._table = table
         # Ids may be any int64 (content hashes), so a pair cannot be packed into one integer as it is. Ranks can.
         self._queries = query_ids.sort().values
         self._passages = passage_ids.sort().values
@@ -84,4 +130,14 @@ class KnownPositives:
         known &= exists
         known |= (passages == column_passages) & (column_passages != NO_ID)
         known |= (queries == column_queries) & (column_queries != NO_ID)
+        if self._table is not None:
+            self._table.mark(known, queries, column_passages)
         result.copy_(known)
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al., 2014), a bijection, on int64, whose products wrap around."""
+    # int64 shifts repeat the sign, where the finaliser shifts in zeros: with the sign, -1 and 0 would be one.
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)

@@ -8,27 +8,22 @@ in the bank, d the embedding size, c columns.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contaccum import bank_block
 from contaccum.bank_block import BankBlock
-from contaccum.distributed import gather_batch, sum_over_ranks, world_size
-from contaccum.drift import MOVES_ENTRIES, DriftProbe, QueryFrames, RunningMean
+from contaccum.banked_module import AGES, BankedModule
+from contaccum.distributed import gather_batch, world_size
 from contaccum.duplicates import KnownPositives
-from contaccum.errors import ConfigError
-from contaccum.log_sums import RunningLogSums
-from contaccum.loss_parts import Entry, LossWithGradients, softmax
-from contaccum.memory_bank import NO_ID, MemoryBank, check_embeddings
+from contaccum.loss_parts import Entry, LossWithGradients, softmax, without_mean
+from contaccum.memory_bank import NO_ID, check_embeddings
 from contaccum.settings import check_settings
 
-AGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Where the ranges of age begin by which the bank's share of the softmax is told, in updates."""
 
-
-class BankedInfoNCE(nn.Module):
+class BankedInfoNCE(BankedModule):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
 
     Rows are the local queries Q and the banked ones M_q; columns are the local passages P and hard negatives H and
@@ -55,8 +50,10 @@ class BankedInfoNCE(nn.Module):
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower: passages in the scores,
             queries in the push that they give to passages. How far the means moved comes from running means, or from
             :meth:`observe_probe` once that is called. ``"auto"`` also retires entries that have drifted too far in
-            spite of it, as the probe tells (without one it is ``"mean"``). ``"fresh"`` uses none that is older than
-            the last :meth:`end_update`. ``"none"`` uses entries as they were, as the paper does.
+            spite of it, as the probe tells; and while entries from before the last :meth:`end_update` are in use, it
+            takes the mean out of the micro-batch's gradients, for each tower (without either call it is ``"mean"``).
+            ``"fresh"`` uses no entry that is older than the last :meth:`end_update`. ``"none"`` uses entries as they
+            were, as the paper does.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as
@@ -106,28 +103,20 @@ class BankedInfoNCE(nn.Module):
         gather_across_devices: bool = False,
         bank_device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
         check_settings(bank_size, query_bank_size, temperature, similarity, normalize_by, drift_compensation)
-        self.bank_size = bank_size
-        self.query_bank_size = bank_size if query_bank_size is None else query_bank_size
+        super().__init__(
+            bank_size,
+            query_bank_size,
+            similarity,
+            bank_hard_negatives,
+            drift_compensation,
+            bank_dtype,
+            gather_across_devices,
+            bank_device,
+        )
         self.temperature = temperature
-        self.similarity = similarity
         self.normalize_by = normalize_by
         self.mask_duplicates = mask_duplicates
-        self.bank_hard_negatives = bank_hard_negatives
-        self.drift_compensation = drift_compensation
-        self.bank_dtype = bank_dtype
-        self.gather_across_devices = gather_across_devices
-        self.bank_device = None if bank_device is None else torch.device(bank_device)
-        self.bank: MemoryBank | None = None
-        self.log_sums: RunningLogSums | None = None
-        self.passage_mean: RunningMean | None = None
-        self.query_mean: RunningMean | None = None
-        self.query_frames: QueryFrames | None = None
-        self.probe: DriftProbe | None = None
-        self.last: dict[str, Any] = {}
-        self._ids_seen = False
-        self._summed_pairs = 0  # how many of the bank's pairs the running sums have followed
 
     def forward(
         self,
@@ -278,6 +267,8 @@ class BankedInfoNCE(nn.Module):
                 column_gradient += bank.rows.weighted_sum(weights.T)
                 if self.query_frames is not None:
                     column_gradient += self.query_frames.push(weights)
+            if self.drift_compensation == "auto" and self.bank is not None and self.bank.aged:
+                query_gradient, column_gradient = without_mean(query_gradient), without_mean(column_gradient)
             gradients = [query_gradient, column_gradient[:n]]
             if negatives is not None:
                 gradients.append(column_gradient[n:].reshape(negatives.shape))
@@ -341,72 +332,6 @@ class BankedInfoNCE(nn.Module):
             "in_batch_mass": in_batch / n,
         }
 
-    def end_update(self) -> None:
-        """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""
-        if self.bank is not None:
-            self.bank.end_update()
-            if self.drift_compensation == "fresh":
-                self.bank.retire_all()
-
-    @torch.no_grad()
-    def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
-        """Embeddings of the same S pairs of texts as at the last call, encoded again now: (S, d) each.
-
-        Call it before the first micro-batch, and again after updates, every 64 pairs at the most. Between two calls
-        the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
-        up. Eight texts, without dropout, tell a mean shift better than hundreds of ever new ones, since what differs
-        between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, and
-        reads one small tensor from the device for it. With ``"fresh"`` and ``"none"`` it only measures.
-        """
-        check_embeddings(queries, passages)
-        if self.bank_size == 0:
-            return
-        dtype = torch.promote_types(queries.dtype, torch.float32)
-        fresh = [x.detach().to(self.bank_device, dtype) for x in (queries, passages)]
-        if self.similarity == "cos":
-            fresh = [nn.functional.normalize(x, dim=-1) for x in fresh]
-        self._prepare_bank(queries.shape[1], None, fresh[0])
-        assert self.bank is not None
-        if self.probe is None:
-            self.probe = DriftProbe(queries.shape[0], queries.shape[1], dtype, fresh[0].device, self.bank_size)
-        shift = self._over_ranks(self.probe.observe(fresh[0], fresh[1], self.bank.updates, self.bank.pairs))
-        if self.passage_mean is not None and self.query_frames is not None:
-            self.passage_mean.mean += shift[1].to(self.passage_mean.mean)
-            self.query_frames.move(shift[0], self.bank.pairs)
-        if self.drift_compensation == "auto":
-            limit = self.probe.age_limit(self._over_ranks(self.probe.residuals()[:, 1]))
-            self.bank.limit = int(min(limit, self.bank_size))
-            self.bank.encoder_moved()
-
-    def _over_ranks(self, measured: Tensor) -> Tensor:
-        """The mean over the ranks that share a bank, so that all do the same to it."""
-        if self.gather_across_devices and world_size() > 1:
-            return sum_over_ranks(measured) / world_size()
-        return measured
-
-    def drift_record(self) -> dict[str, float]:
-        """What there is to know about the age of the bank, for a log line: reads the device.
-
-        Returns:
-            ``bank_age``: updates since the oldest entry was encoded (with :meth:`end_update`). ``bank_mass``: share of
-            the local rows' softmax that falls on banked passages in the last micro-step; ``bank_mass_age_A``: the share
-            of those A updates old, up to the next A (0, 1, 2, 4, ...); ``in_batch_mass``: that of the negatives in the
-            batch. ``bank_mass_aged``: what a column from an earlier update gets, over a column of the present encoder:
-            1 when age tells nothing, near 0 when the bank is out of reach. And :meth:`DriftProbe.record`. Only what is
-            known.
-        """
-        if self.bank is None or self.bank.fill == 0:
-            return {}
-        oldest = int((self.bank.ages_in_updates() * self.bank.entries().usable).max())
-        record: dict[str, float] = {"bank_age": oldest}
-        for key in ("in_batch_mass", "bank_mass", "bank_mass_aged"):
-            value = float(self.last.get(key, math.nan))
-            if math.isfinite(value):
-                record[key] = value
-        masses = self.last["bank_mass_by_age"].tolist() if "bank_mass_by_age" in self.last else []
-        record |= {f"bank_mass_age_{age}": mass for age, mass in zip(AGES, masses, strict=False) if age <= oldest}
-        return {**record, **(self.probe.record(oldest) if self.probe is not None else {})}
-
     @staticmethod
     def _may_look(tensor: Tensor) -> bool:
         """Whether values may be read on the host: on an accelerator that would wait for the device."""
@@ -431,34 +356,9 @@ class BankedInfoNCE(nn.Module):
         if self.bank is not None and self.bank.fill:
             entries = self.bank.entries()
             pairs.append((entries.query_ids, entries.passage_ids))
-        return KnownPositives(*(torch.cat(column) for column in zip(*pairs, strict=True)))
-
-    def _prepare_bank(self, dim: int, negatives: Tensor | None, like: Tensor) -> None:
-        if self.bank_size == 0:
-            return
-        h = negatives.shape[1] if negatives is not None and self.bank_hard_negatives else 0
-        if self.bank is None:
-            self._make_bank(dim, h, self.bank_dtype or like.dtype, like.dtype, like.device)
-        assert self.bank is not None
-        if self.bank.passages.device != like.device:
-            self.to(like.device)  # the model moved, or a state was loaded elsewhere
-        if dim != self.bank.dim:
-            raise ValueError(
-                f"embeddings of size {dim} do not fit the bank of size {self.bank.dim}: a loss belongs to one encoder. "
-                "Make a new BankedInfoNCE for another embedding size."
-            )
-        if h > self.bank.hard_negatives:
-            self.bank.grow_hard_negatives(h)
-
-    def _make_bank(
-        self, dim: int, h: int, dtype: torch.dtype, mean_dtype: torch.dtype, device: torch.device | None
-    ) -> None:
-        self.bank = MemoryBank(self.bank_size, dim, h, dtype, self.query_bank_size, device)
-        self.log_sums = RunningLogSums(self.query_bank_size, device)
-        if self.drift_compensation in MOVES_ENTRIES:
-            self.passage_mean = RunningMean(dim, dtype=mean_dtype, device=device)
-            self.query_mean = RunningMean(dim, dtype=mean_dtype, device=device)
-            self.query_frames = QueryFrames(self.query_bank_size, dim, mean_dtype, device)
+        queries, passages = (torch.cat(column) for column in zip(*pairs, strict=True))
+        table = None if self.positives is None else self.positives.to(queries.device)
+        return KnownPositives(queries, passages, table)
 
     def _entry(self, local: list[Tensor], shift: Tensor | None) -> Entry:
         """What a micro-batch will put into the bank, and where."""
@@ -506,38 +406,6 @@ class BankedInfoNCE(nn.Module):
         grown = self._bank_block(entry.queries.dtype)
         if grown is not None:
             grown.add(entry.slots, entry.added, entry.new_rows, changed)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # The bank is made by the first call; a state that holds one makes it here instead.
-        passages = state_dict.get(prefix + "bank.passages")
-        if passages is not None:
-            mean = state_dict.get(prefix + "passage_mean.mean")
-            if (mean is None) == (self.drift_compensation in MOVES_ENTRIES):
-                raise ConfigError(
-                    f"this state was written {'without' if mean is None else 'with'} compensation for drift, but this "
-                    f"loss has drift_compensation={self.drift_compensation!r} and would misread its bank. Use the same "
-                    "setting."
-                )
-            if (
-                passages.shape[0] != self.bank_size
-                or state_dict[prefix + "bank.queries"].shape[0] != self.query_bank_size
-            ):
-                raise ConfigError(
-                    f"this state holds a bank of {passages.shape[0]} passages and "
-                    f"{state_dict[prefix + 'bank.queries'].shape[0]} queries, but this loss has bank_size="
-                    f"{self.bank_size} and query_bank_size={self.query_bank_size}. Use the same sizes."
-                )
-            h = state_dict[prefix + "bank.negatives"].shape[1]
-            device = self.bank.passages.device if self.bank is not None else passages.device
-            mean_dtype = passages.dtype if mean is None else mean.dtype
-            self._make_bank(passages.shape[1], h, passages.dtype, mean_dtype, device)
-            probe = state_dict.get(prefix + "probe.embeddings")
-            self.probe = None
-            if probe is not None:
-                self.probe = DriftProbe(probe.shape[2], probe.shape[3], probe.dtype, device, self.bank_size)
-            self._ids_seen = True
-            self._summed_pairs = int(state_dict[prefix + "bank.enqueued"])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return (

@@ -28,6 +28,15 @@ def softmax(scores: Tensor, log_sum: Tensor) -> Tensor:
     return (scores - log_sum[:, None]).exp_().to(scores.dtype)  # the difference is float64, as log_sum is
 
 
+def without_mean(gradient: Tensor) -> Tensor:
+    """The gradients of a tower's embeddings (r, d) less what pushes all of them the same way; r = 1 has no other part.
+
+    The passage gradients of a whole batch sum to zero. Those of a micro-batch against a bank do not: the bank's columns
+    take none. What is left over is the direction in which new embeddings flee old ones.
+    """
+    return gradient - gradient.mean(0) if len(gradient) > 1 else gradient
+
+
 class LossWithGradients(torch.autograd.Function):
     """A loss whose gradients are known already.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contaccum.drift import MOVES_ENTRIES
+from contaccum.duplicates import PositivesTable, mix64
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
 from contaccum.probe import PAIRS_PER_PROBE, TextProbe
@@ -141,6 +142,7 @@ class ContAccumLoss(nn.Module):
         self.info_nces = nn.ModuleDict({})
         self._size: str | None = None
         self._probe: TextProbe | None = None
+        self._positives: PositivesTable | None = None
         self._pairs_since_probe = 0
         self._stepped = False  # whether an optimizer has moved the model since the last micro-step
         _LOSSES.add(self)
@@ -157,13 +159,34 @@ class ContAccumLoss(nn.Module):
         """Diagnostics of the last call in training; see :class:`BankedInfoNCE`."""
         return {} if self.info_nce is None else self.info_nce.last
 
+    def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
+        """Never take these for negatives of each other, wherever they meet: all positives of a data set, by id.
+
+        The ids are those that ``labels`` will hold; see :meth:`forward`. Like the model, they are no part of the state.
+
+        Args:
+            query_ids, passage_ids: int64 (r,) each.
+        """
+        self._positives = PositivesTable(query_ids, passage_ids)
+        for loss_fn in self.info_nces.values():
+            loss_fn.know_positives(self._positives)  # type: ignore[operator]  # a BankedInfoNCE
+
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
+
+        Args:
+            labels: int64 (n, columns): an id for each text, equal for equal texts. Anything else is ignored, and ids
+                are content hashes of the tokens.
+        """
         features = list(sentence_features)
         if len(features) < 2:
             raise ValueError(f"ContAccumLoss needs (anchor, positive, ...) columns, got {len(features)}")
         if self.training and torch.is_grad_enabled() and self.settings["bank_size"]:
             self._follow_encoder(features)
-        ids = [token_hashes(column) for column in features]
+        if labels is not None and labels.shape == (len(labels), len(features)) and labels.dtype == torch.int64:
+            ids: list[Tensor | None] = list(labels.unbind(1))
+        else:
+            ids = [token_hashes(column) for column in features]
         embeddings = [self.model(column)["sentence_embedding"] for column in features]
         return self.compute_loss_from_embeddings(embeddings, labels, ids=ids)
 
@@ -205,6 +228,8 @@ class ContAccumLoss(nn.Module):
         key = str(size)
         if key not in self.info_nces:
             self.info_nces[key] = BankedInfoNCE(**self.settings)
+            if self._positives is not None:
+                self.info_nces[key].know_positives(self._positives)  # type: ignore[operator]  # a BankedInfoNCE
         if self._size is None or int(self._size) < size:
             self._size = key
         return self.info_nces[key]  # type: ignore[return-value]  # ModuleDict holds Modules
@@ -272,12 +297,5 @@ def token_hashes(features: dict[str, Any]) -> Tensor | None:
     present = torch.ones_like(tokens) if attention is None else attention.to(tokens.dtype)
     # Positions count real tokens only, which makes the hash blind to the side and amount of padding.
     position = present.cumsum(1)
-    mixed = _mix(tokens.long() * -7046029254386353131 + position.long() * -4417276706812531889)
-    return _mix((mixed * present.long()).sum(1))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014) on int64, whose products wrap around."""
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
+    mixed = mix64(tokens.long() * -7046029254386353131 + position.long() * -4417276706812531889)
+    return mix64((mixed * present.long()).sum(1))

@@ -147,6 +147,11 @@ class MemoryBank(nn.Module):
         return min(self.in_use, self.query_fill)
 
     @property
+    def aged(self) -> bool:
+        """Whether entries in use are of an older encoder than the present one."""
+        return min(self._update_began, self._enqueued) > self._enqueued - self.in_use
+
+    @property
     def pairs(self) -> int:
         """Pairs seen since the start, evicted ones included."""
         return self._enqueued

@@ -18,7 +18,8 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=int, help="passages of each part to keep")
     options = parser.parse_args()
     try:
-        print(split_pairs(options.pairs, options.output, dev=options.dev, test=options.test, limit=options.limit))
+        pairs = split_pairs(options.pairs, options.output, dev=options.dev, test=options.test, limit=options.limit)
+        print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in pairs.items()))
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)
         sys.exit(2)

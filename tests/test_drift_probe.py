@@ -11,7 +11,7 @@ from dense_reference import dense_loss
 from torch import Tensor, nn
 
 from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder
-from contaccum.drift import PAIRS_PER_FRAME, PROBES_KEPT, DriftProbe, QueryFrames
+from contaccum.drift import PAIRS_PER_FRAME, PROBES_KEPT, DriftProbe, QueryFrames, RunningMean
 from contaccum.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 from contaccum.training.collapse import CollapseWatch
 
@@ -47,7 +47,7 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
     n, k = 32, 4
     queries, base = randn(n * k, D, seed=0), randn(n * k, D, seed=1)
     shifts = [torch.zeros(D, dtype=torch.float64), *(3 * randn(D, seed=10 + i) for i in range(k))]
-    loss_fn = BankedInfoNCE(bank_size=n * (k - 1), temperature=0.5)
+    loss_fn = BankedInfoNCE(bank_size=n * (k - 1), temperature=0.5, drift_compensation="mean")
     probe = (randn(8, D, seed=2), randn(8, D, seed=3))
     total = torch.stack(shifts).cumsum(0)
     for i in range(k - 1):  # an update after each: the passage tower moves as a whole
@@ -69,7 +69,7 @@ def test_a_moved_query_pushes_from_where_it_is_now() -> None:
     n = PAIRS_PER_FRAME
     old, fresh = [randn(n, D, seed=s) for s in (0, 1)], [randn(n, D, seed=s) for s in (2, 3)]
     probe, shift = (randn(4, D, seed=4), randn(4, D, seed=5)), randn(D, seed=6)
-    loss_fn = BankedInfoNCE(bank_size=n)
+    loss_fn = BankedInfoNCE(bank_size=n, drift_compensation="mean")
     loss_fn.observe_probe(*probe)
     loss_fn(*old)
     loss_fn.end_update()
@@ -82,6 +82,16 @@ def test_a_moved_query_pushes_from_where_it_is_now() -> None:
     for a, b in zip(mine, exact, strict=True):
         assert (a.grad - b.grad).abs().max() < 1e-12
     assert not torch.allclose(moved[n:], torch.zeros(D, dtype=torch.float64))
+
+
+def test_running_mean_of_single_embeddings_does_not_follow_each_of_them() -> None:
+    """Or every banked passage would be moved onto the present one, and the bank would tell nothing apart."""
+    mean = RunningMean(D, dtype=torch.float64)
+    texts = randn(256, D, seed=0)
+    for text in texts:
+        mean.observe(text[None])
+    assert (mean.mean - texts.mean(0)).norm() < 0.3
+    assert mean.variance.item() == pytest.approx(D, rel=0.15)
 
 
 def test_probe_tells_shift_from_what_is_left() -> None:
@@ -166,6 +176,37 @@ def test_auto_retires_what_drifted_too_far_and_takes_more_again_when_the_encoder
             fn.observe_probe(texts, texts + 10 * randn(8, D, seed=update))
             fn(randn(n, D, seed=2 * update), randn(n, D, seed=2 * update + 1))
         assert fn.bank.in_use == 64
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cos"])
+def test_aged_entries_move_no_tower_as_a_whole_and_fresh_ones_leave_the_gradient_alone(similarity: str) -> None:
+    n, h = 6, 2
+    plain, auto = (BankedInfoNCE(32, similarity=similarity, drift_compensation=drift) for drift in ("mean", "auto"))
+    for step in range(4):
+        if step == 2:  # from here on the bank holds entries of another encoder
+            plain.end_update()
+            auto.end_update()
+        inputs = [randn(*shape, seed=3 * step + i) for i, shape in enumerate([(n, D), (n, D), (n, h, D)])]
+        gradients = []
+        for loss_fn in (plain, auto):
+            units = [nn.functional.normalize(x, dim=-1).requires_grad_() for x in inputs]
+            loss_fn(*units).backward()
+            queries, passages = units[0].grad, torch.cat([units[1].grad, units[2].grad.reshape(-1, D)])
+            if similarity == "dot" and loss_fn is plain and step >= 2:
+                queries, passages = queries - queries.mean(0), passages - passages.mean(0)
+            gradients.append(torch.cat([queries, passages]))
+        if step < 2 or similarity == "dot":
+            assert (gradients[0] - gradients[1]).abs().max() < 1e-12
+        else:  # on the sphere a gradient has no radial part, before and after
+            assert (gradients[0] - gradients[1]).abs().max() > 1e-3
+            assert (gradients[1] * torch.cat([x.reshape(-1, D) for x in units])).sum(1).abs().max() < 1e-12
+    lone = BankedInfoNCE(32)
+    for step in range(8):
+        lone(randn(1, D, seed=2 * step), randn(1, D, seed=2 * step + 1))
+    lone.end_update()
+    query, passage = (randn(1, D, seed=s).requires_grad_() for s in (2, 3))
+    lone(query, passage).backward()
+    assert query.grad.norm() > 1e-3 and passage.grad.norm() > 1e-3  # a mean over one would leave nothing
 
 
 def test_fresh_uses_what_the_present_encoder_made_and_nothing_else() -> None:

@@ -11,20 +11,26 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from contaccum import BankedInfoNCE, bank_block
+from contaccum.duplicates import PositivesTable
 from contaccum.log_sums import RunningLogSums
 
 D = 8
+TOLD = [(q, p) for q in range(0, 40, 3) for p in range(q % 7, 40, 7)]  # pairs that a data set would tell of
 
 
 def dense_of_bank(loss_fn: BankedInfoNCE, inputs: list[Tensor], ids: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The dense loss of a micro-batch against what the bank holds now, in ``dtype``."""
     n, h = inputs[0].shape[0], inputs[2].shape[1]
-    unit = [normalize(x, dim=-1) if loss_fn.similarity == "cos" else x for x in inputs]
+    unit = [normalize(x, dim=-1) if loss_fn.similarity == "cos" else x * 1 for x in inputs]
     entries = loss_fn.bank.entries()
     used = entries.usable[entries.positives]  # rows that have not retired
     shift = 0.0 if loss_fn.passage_mean is None else loss_fn.passage_mean.mean.to(dtype)
     rows = [unit[0], entries.queries.to(dtype)[used]]
-    columns = [unit[1], unit[2].reshape(-1, D)]
+    columns = [torch.cat([unit[1], unit[2].reshape(-1, D)])]
+    aged = bool((loss_fn.bank.ages_in_updates()[entries.usable] > 0).any())
+    if loss_fn.drift_compensation == "auto" and aged:
+        for part in (rows[0], columns[0]):
+            part.register_hook(lambda gradient: gradient - gradient.mean(0))
     columns += [entries.passages.to(dtype) + shift, entries.negatives.to(dtype).reshape(-1, D) + shift]
     positives = [*range(n), *(n + n * h + entries.positives[used]).tolist()]
     retired = torch.cat([~entries.usable, (~entries.usable).repeat_interleave(entries.negatives.shape[1])])
@@ -33,6 +39,7 @@ def dense_of_bank(loss_fn: BankedInfoNCE, inputs: list[Tensor], ids: list[Tensor
         row_ids = ids[0].tolist() + entries.query_ids[entries.positives[used]].tolist()
         known = list(zip(ids[0].tolist(), ids[1].tolist(), strict=True))
         known += list(zip(entries.query_ids.tolist(), entries.passage_ids.tolist(), strict=True))
+        known += TOLD if loss_fn.positives is not None else []
         column_ids = ids[1].tolist() + ids[2].reshape(-1).tolist()
         column_ids += entries.passage_ids.tolist() + entries.negative_ids.reshape(-1).tolist()
         masked = masked | brute_force_mask(row_ids, positives, column_ids, set(known))
@@ -53,12 +60,21 @@ def relative(value: Tensor, tensors: list[Tensor], true_value: Tensor, true: lis
 
 
 def soak(
-    steps: int, every: int, dtype: torch.dtype, size: float, with_ids: bool, limited: bool = False, **settings: Any
+    steps: int,
+    every: int,
+    dtype: torch.dtype,
+    size: float,
+    with_ids: bool,
+    limited: bool = False,
+    told: bool = False,
+    **settings: Any,
 ) -> list[list[float]]:
     """Errors of (loss, gradient) against float64, ours and those of the dense loss in ``dtype``, at every check."""
     n, h, m = 4, 1, 48
     generator = torch.Generator().manual_seed(2)
     loss_fn = BankedInfoNCE(bank_size=m, **settings)
+    if told:
+        loss_fn.know_positives(PositivesTable(*torch.tensor(TOLD).T))
     errors = []
     for step in range(steps):
         if limited and step and step % 37 == 0:  # some way up and down, entries of the present update staying
@@ -115,12 +131,26 @@ def test_errors_stay_at_rounding_over_thousands_of_micro_steps(
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "deferred"])
+def test_pairs_told_beforehand_are_masked_in_batch_and_bank(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bank_block, "EAGER_CPU", eager)
+    settings: dict[str, Any] = {"drift_compensation": "none", "temperature": 0.5}
+    errors = torch.tensor(soak(300, 9, torch.float64, 1.0, True, told=True, **settings))
+    assert errors[:, :2].max() <= 1e-10
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "deferred"])
 @pytest.mark.parametrize("with_ids", [False, True], ids=["no ids", "ids"])
+@pytest.mark.parametrize("drift_compensation", ["auto", "mean"])
 @pytest.mark.parametrize("settings", [{"similarity": "cos", "temperature": 0.05}, {"query_bank_size": 20}])
 def test_retired_entries_are_out_of_the_loss_to_the_last_digit(
-    settings: dict[str, Any], with_ids: bool, eager: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    drift_compensation: str,
+    with_ids: bool,
+    eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bank_block, "EAGER_CPU", eager)
+    settings = {**settings, "drift_compensation": drift_compensation}
     errors = torch.tensor(soak(500, 9, torch.float64, 1.0, with_ids, limited=True, **settings))
     assert errors[:, :2].max() <= 1e-10
 

@@ -120,6 +120,35 @@ def test_a_repeated_text_is_masked_by_its_tokens(model: DualEncoder) -> None:
     assert losses[False] > losses[True] + 0.05
 
 
+def test_ids_in_labels_and_positives_told_beforehand_decide_what_is_masked(model: DualEncoder) -> None:
+    """A query's other positive, which no pair of batch or bank tells of, is no negative of it: in both."""
+    texts = features(model, 4, 2)
+    ids = torch.tensor([[1, 101], [2, 102], [3, 103], [4, 104]])
+    losses = {}
+    for name, labels, told in (
+        ("tokens", None, False),
+        ("scores", torch.rand(4), False),
+        ("ids", ids, False),
+        ("other ids", ids + 1000, True),
+        ("told", ids, True),
+    ):
+        loss_fn = ContAccumLoss(model, bank_size=8, drift_compensation="none").train()
+        if told:
+            loss_fn.know_positives(torch.tensor([9, 1]), torch.tensor([9, 102]))
+        model.eval()
+        losses[name] = [loss_fn(texts, labels).item() for _ in range(2)]
+    assert losses["ids"] == losses["tokens"] == losses["scores"] == losses["other ids"]
+    queries, passages = (model(column)["sentence_embedding"] for column in texts)
+    scores = 20 * cos_sim(queries, passages)
+    scores[0, 1] = -torch.inf
+    alone = torch.nn.functional.cross_entropy(scores, torch.arange(4)).item()
+    assert losses["told"][0] == pytest.approx(alone, rel=1e-5) and losses["told"][0] < losses["ids"][0]
+    # Again: each row has a twin in the bank, and each negative too; one's own positive there is masked.
+    doubled = scores + torch.log(2 - torch.eye(4))
+    twice = 2 * torch.nn.functional.cross_entropy(doubled, torch.arange(4)).item()
+    assert losses["told"][1] == pytest.approx(twice, rel=1e-5)
+
+
 def test_token_hash_is_blind_to_padding_and_sees_order(tiny_tokenizer: Any) -> None:
     short = ["cat dog bird", "dog cat bird", "cat dog", "cat dog bird"]
     alone = [token_hashes(tiny_tokenizer([text], return_tensors="pt")).item() for text in short]

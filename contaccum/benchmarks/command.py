@@ -1,11 +1,11 @@
-"""`contaccum bench update|trainer|loss|readers`: measure, print a table, write JSON (and a picture)."""
+"""`contaccum bench update|trainer|loss|sampler|readers`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,13 +22,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer|loss|readers [OPTIONS]``; returns the exit code."""
-    if not argv or argv[0] not in ("update", "trainer", "loss", "readers"):
+    """``contaccum bench update|trainer|loss|sampler|readers [OPTIONS]``; returns the exit code."""
+    if not argv or argv[0] not in ("update", "trainer", "loss", "sampler", "readers"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss or readers")
-    options = _parse_readers(argv[1:]) if argv[0] == "readers" else _parse(argv[0], argv[1:])
+        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss, sampler or readers")
+    options = _parse(argv[0], argv[1:])
     from contaccum.benchmarks.loss import measure_loss
     from contaccum.benchmarks.readers import ReaderSettings, measure_readers
+    from contaccum.benchmarks.sampler import SamplerSettings, measure_samplers
     from contaccum.benchmarks.trainers import measure_trainers
     from contaccum.benchmarks.update import UpdateSettings, measure_updates
     from contaccum.evaluation.provenance import git_commit, package_versions
@@ -36,15 +37,16 @@ def run(argv: Sequence[str]) -> int:
 
     output: Path = options.pop("output")
     require_writable(output)
-    settings: Any = ReaderSettings(**options) if argv[0] == "readers" else UpdateSettings(**options)
-    settings.check()
-    kinds: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
-        "update": (measure_updates, format_records),
-        "trainer": (measure_trainers, format_trainers),
-        "loss": (measure_loss, format_loss),
-        "readers": (measure_readers, format_readers),
+    kinds: dict[str, tuple[Any, Any, Any]] = {
+        "update": (UpdateSettings, measure_updates, format_records),
+        "trainer": (UpdateSettings, measure_trainers, format_trainers),
+        "loss": (UpdateSettings, measure_loss, format_loss),
+        "sampler": (SamplerSettings, measure_samplers, format_samplers),
+        "readers": (ReaderSettings, measure_readers, format_readers),
     }
-    measure, show = kinds[argv[0]]
+    kind, measure, show = kinds[argv[0]]
+    settings = kind(**options)
+    settings.check()
     records = measure(settings, progress=lambda line: print(line, flush=True))
     print(show(records))
     result = {
@@ -52,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         "settings": asdict(settings),
         "records": records,
         # The paper's figures are of updates.
-        **({} if argv[0] == "readers" else {"paper": PAPER}),
+        **({"paper": PAPER} if kind is UpdateSettings else {}),
         "machine": machine(getattr(settings, "device", "cpu")),
         "versions": package_versions(),
         "git_commit": git_commit(),
@@ -66,18 +68,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse_readers(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(prog="contaccum bench readers", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=20_000, help="records of each file")
-    parser.add_argument("--formats", nargs="+", default=argparse.SUPPRESS, help="some of them; default: all")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
-    parser.add_argument("--output", type=Path, default=Path("bench_readers.json"))
-    return vars(parser.parse_args(list(argv)))
-
-
 def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(prog=f"contaccum bench {what}", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path(f"bench_{what}.json"))
+    if what == "sampler":
+        _add_sampler_options(parser)
+        return vars(parser.parse_args(list(argv)))
+    if what == "readers":
+        parser.add_argument("--rows", type=int, default=20_000, help="records of each file")
+        parser.add_argument("--formats", nargs="+", default=argparse.SUPPRESS, help="some of them; default: all")
+        parser.add_argument("--repeats", type=int, default=7)
+        parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
+        return vars(parser.parse_args(list(argv)))
     parser.add_argument("--backbone", default="minilm", help="bert-base, minilm or tiny (fresh weights), or a model")
     parser.add_argument("--untied", dest="tied", action="store_false", help="two towers")
     parser.add_argument("--local", type=int, default=8, help="pairs per micro-batch")
@@ -93,8 +95,22 @@ def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
-    parser.add_argument("--output", type=Path, default=Path(f"bench_{what}.json"))
     return vars(parser.parse_args(list(argv)))
+
+
+def _add_sampler_options(parser: argparse.ArgumentParser) -> None:
+    from contaccum.benchmarks.sampler import SAMPLERS, SamplerSettings
+
+    defaults = SamplerSettings()
+    parser.add_argument("--rows", type=int, default=defaults.rows)
+    parser.add_argument("--batch_size", type=int, default=defaults.batch_size)
+    parser.add_argument(
+        "--duplicates", type=float, default=defaults.duplicates, help="share of each column's texts that are another's"
+    )
+    parser.add_argument("--samplers", nargs="+", default=defaults.samplers, help=", ".join(SAMPLERS))
+    parser.add_argument("--windows", type=int, nargs="+", default=defaults.windows, help="batches sorted together")
+    parser.add_argument("--update", type=int, default=defaults.update, help="micro-batches per update")
+    parser.add_argument("--repeats", type=int, default=defaults.repeats)
 
 
 def format_records(records: list[dict[str, Any]]) -> str:
@@ -156,6 +172,26 @@ def format_readers(records: list[dict[str, Any]]) -> str:
             f"{r['format']:<12} {r['file_mb']:>6.0f} {r['mb_per_second']:>6.0f} {r['records_per_second']:>10.0f} "
             f"{r['ratio']:>6.2f} {r['ratio_low']:>6.2f} {r['ratio_high']:>6.2f} {memory[0]:>8} {memory[1]:>7}  "
             f"{r['rival']}"
+        )
+    return "\n".join(lines)
+
+
+def format_samplers(records: list[dict[str, Any]]) -> str:
+    """One line a sampler, then one line a way of grouping by length."""
+    lines = [f"{'sampler':<21} {'pairs/s':>11} {'ratio':>8} {'first epoch':>12} {'batches':>8} {'repeats':>8}"]
+    for r in (record for record in records if "sampler" in record):
+        ratio = "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
+        lines.append(
+            f"{r['sampler']:<21} {r['pairs_per_second']:>11,.0f} {ratio:>8} {r['first_epoch_seconds']:>10.2f} s "
+            f"{r['batches']:>8} {r['repeats']:>8}"
+        )
+    lines.append(
+        f"{'window':>6} {'padding':>8} {'saved':>7} {'batch spread':>13} {'update spread':>14} {'pairs/s':>11}"
+    )
+    for r in (record for record in records if "window" in record):
+        lines.append(
+            f"{r['window'] or 'theirs':>6} {r['padding']:>8.3f} {r['saved']:>7.1%} {r['batch_spread']:>13.3f} "
+            f"{r['update_spread']:>14.2f} {r['pairs_per_second']:>11,.0f}"
         )
     return "\n".join(lines)
 

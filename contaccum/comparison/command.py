@@ -136,11 +136,11 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
     known: dict[tuple[Any, ...], str] = {}
     found = {}
     for run in plan.runs:
-        data = run.data
-        columns = tuple(data.data_columns or ())
-        key = (data.train_data, data.data_format, columns, data.split, data.num_hard_negatives, data.on_bad_record)
+        data, topic = run.data, run.arguments.get("topic_column")
+        named = (data.data_format, tuple(data.data_columns or ()), data.split, topic)
+        key = (data.train_data, *named, data.num_hard_negatives, data.on_bad_record)
         if key not in known:
-            loaded = load_data(data)
+            loaded = load_data(data, topic)
             print(loaded.report.summary())
             known[key] = loaded.fingerprint
         found[run.name] = known[key]

@@ -15,12 +15,16 @@ from contaccum.comparison.plan import Plan
 from contaccum.comparison.report import Results
 
 _COLUMNS = 3
-_MAX_DRIFT_PANELS = 4
 _MAX_HEAT_ROWS = 40
 _POINTS = 200  # more would not be seen
 METRIC = next(iter(METRICS))
 _AGE = "bank_mass_age_"
 _BANK_PANELS = {
+    "drift_shift_passage": "drift: mean shift of passages / spread",
+    "drift_residual_passage": "drift: what is left of it / spread",
+    "drift_cosine_passage": "cosine of a passage then and now",
+    "drift_cosine_query": "cosine of a query then and now",
+    "bank_age": "age of the oldest entry in use, updates",
     "bank_fill": "bank entries in use",
     "bank_mass": "share of the softmax on the bank",
     "bank_mass_aged": "softmax of an old column over a fresh one",
@@ -49,9 +53,6 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
         panels += [("curve", "update", shown), ("curve", "train_seconds", shown)]
     fields = _fields(logs)
     panels += [("log", name, name) for name in ("grad_norm_ratio", "loss") if name in fields]
-    panels += [
-        ("log", name, name) for name in [f for f in sorted(fields) if f.startswith("drift_")][:_MAX_DRIFT_PANELS]
-    ]
     panels += [("log", key, label) for key, label in _BANK_PANELS.items() if key in fields]
     stacked = next((name for name in groups.values() if _mass_keys(plan, name, logs)), None)
     panels += [("mass", stacked, "share of the local rows' softmax")] if stacked is not None else []

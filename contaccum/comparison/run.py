@@ -80,7 +80,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("threads"):
         torch.set_num_threads(int(job["threads"]))
     model_args, data_args, args = parse(job["options"])
-    data = load_data(data_args)
+    data = load_data(data_args, args.topic_column)
     if data.fingerprint != job["identity"]["train_data"]:
         raise DataError(f"{data_args.train_data}: has changed since this comparison began; start it again")
     set_seed(args.seed)  # before the model: fresh weights are part of the seed

@@ -87,13 +87,15 @@ class Fields:
 
     Args:
         columns: {role: name} as `parse_columns` gives it; roles that it leaves out are found by the usual names.
+        topic_column: one more column that a table must have.
 
     Attributes:
         query, positive: names of the fields, None until `settle`.
     """
 
-    def __init__(self, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(self, columns: Mapping[str, str] | None = None, topic_column: str | None = None) -> None:
         self.mapped = dict(columns or {})
+        self.topic_column = topic_column
         self.query: str | None = None
         self.positive: str | None = None
         # A mapped name that no record has is a mistake, but one record without negatives or title is not.
@@ -134,6 +136,12 @@ class Fields:
         layout = self._layout_of(names)
         titles = [] if layout.title is None else [layout.title]
         needed = [self.query, self.positive, *titles, *layout.negative_fields]
+        if self.topic_column is not None:
+            if self.topic_column not in names:
+                found = f"its columns are {quoted(', '.join(names), 200)}"
+                close = _closest(self.topic_column, names)
+                raise DataError(one_line(f"{where}: no column for topic_column={self.topic_column}: {found}{close}"))
+            needed.append(self.topic_column)
         for name in needed:
             if list(names).count(name) > 1:
                 raise DataError(one_line(f"{where}: two columns are called {quoted(name)} (rename one)"))
@@ -153,7 +161,7 @@ class Fields:
         # None goes on as a passage, so that the fault says "missing".
         positives = rules.positives([None] if value is None else _listed(value), self.positive, title)
         negatives = layout.negatives_of(record)
-        return Record(query, positives, rules.negatives(negatives, "negatives")), bool(negatives)
+        return Record(query, positives, rules.negatives(negatives, "negatives"), rules.topic(record)), bool(negatives)
 
     def refuse_never_seen(self, path: str | Path, names: Iterable[str]) -> None:
         """Raise `DataError` for a mapped name that no record of the file had; `names` are the last record's."""

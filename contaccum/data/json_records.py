@@ -43,13 +43,14 @@ def read_dpr(path: Path, rules: RecordRules, report: RecordReport) -> Iterator[R
                 if others:
                     field, listed, fallen_back = "negative_ctxs", others, True
             negatives = rules.negatives(listed, field)
+            topic = rules.topic(record)
         except Fault as fault:
             report.reject(path, line, fault)
             continue
         report.accept()
         report.note(_FALLEN_BACK, int(fallen_back))
         rules.note_unused(report, bool(listed))
-        yield Record(query, positives, negatives)
+        yield Record(query, positives, negatives, topic)
 
 
 def read_tevatron(path: Path, rules: RecordRules, report: RecordReport) -> Iterator[Record]:
@@ -67,12 +68,13 @@ def read_tevatron(path: Path, rules: RecordRules, report: RecordReport) -> Itera
             positives = rules.positives(listed, "positive_passages")
             listed = _list_or_none(record, "negative_passages")
             negatives = rules.negatives(listed, "negative_passages")
+            topic = rules.topic(record)
         except Fault as fault:
             report.reject(path, line, fault)
             continue
         report.accept()
         rules.note_unused(report, bool(listed))
-        yield Record(query, positives, negatives)
+        yield Record(query, positives, negatives, topic)
 
 
 def read_json_pairs(path: Path, fields: Fields, rules: RecordRules, report: RecordReport) -> Iterator[Record]:

@@ -33,7 +33,7 @@ class TrainingData:
     """Training pairs, and where they came from.
 
     Attributes:
-        dataset: text columns "query", "positive", "negative_1" .. "negative_h", in this order.
+        dataset: text columns "query", "positive", "negative_1" .. "negative_h", in this order, and the topic if asked.
         report: what became of every record that was read.
         fingerprint: sha256, in hex, of the texts in order, whatever format they were in.
         data_format: one of `DATA_FORMATS`.
@@ -57,6 +57,7 @@ def load_training_data(
     on_bad_record: OnBadRecord = "stop",
     title_separator: str = " ",
     columns: Mapping[str, str] | None = None,
+    topic_column: str | None = None,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each.
 
@@ -73,9 +74,11 @@ def load_training_data(
         on_bad_record: "stop" or "skip".
         title_separator: between a title and its text.
         columns: {role: name} for formats with named fields; see `read_records`.
+        topic_column: a field with a text or number in every record of a file, to become the last column.
 
     Raises:
-        ConfigError: an unknown format, hard negatives from a format that has none, or columns that cannot be used.
+        ConfigError: an unknown format, hard negatives or topics from a format that has none, or columns that cannot
+            be used.
         DataError: the source cannot be used, a bad record under "stop", or no row is left.
     """
     source = Path(path)
@@ -83,6 +86,11 @@ def load_training_data(
         raise ConfigError(f"data_format={data_format!r} is unknown (use one of {', '.join(DATA_FORMATS)})")
     if isinstance(num_hard_negatives, bool) or not isinstance(num_hard_negatives, int) or num_hard_negatives < 0:
         raise ConfigError(f"num_hard_negatives={num_hard_negatives!r} is not a number of texts (use 0 or more)")
+    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
+    if topic_column in names:
+        raise ConfigError(
+            f"topic_column={topic_column} is the name of a text column (call the topic's field otherwise)"
+        )
     report = RecordReport(on_bad_record)
     mapping = parse_columns(columns)
     found = data_format or sniff_format(path, mapping)
@@ -93,16 +101,15 @@ def load_training_data(
                 f"{source} (mine them first, or set num_hard_negatives to 0)"
             )
         )
-
     most = None if found in _JUDGED else 1
-    records = read_records(path, found, split, mapping, report, title_separator, most, num_hard_negatives)
-    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
+    records = read_records(path, found, split, mapping, report, title_separator, most, num_hard_negatives, topic_column)
+    names += [topic_column] if topic_column else []
     rows: list[list[str]] = [[] for _ in names]
     digest = hashlib.sha256()
     pairs: set[int] = set()
-    for query, positives, negatives in records:
+    for query, positives, negatives, topic in records:
         for positive in positives:
-            texts = (query, positive, *negatives)
+            texts = (query, positive, *negatives, *([topic] if topic is not None else []))
             add_to_fingerprint(digest, *texts)
             for column, text in zip(rows, texts, strict=True):
                 column.append(text)

@@ -12,7 +12,7 @@ from contaccum.data.arrow_tables import read_hub, read_parquet
 from contaccum.data.beir_folder import load_beir_folder, passage_text
 from contaccum.data.delimited import read_delimited
 from contaccum.data.fields import Fields, parse_columns
-from contaccum.data.formats import DATA_FORMATS, NAMED_COLUMNS, DataFormat, sniff_format
+from contaccum.data.formats import DATA_FORMATS, NAMED_COLUMNS, NO_TOPICS, DataFormat, sniff_format
 from contaccum.data.json_records import read_dpr, read_json_pairs, read_tevatron
 from contaccum.data.msmarco import read_msmarco, read_text_triples
 from contaccum.data.record import NOT_A_PAIR, Record, RecordRules
@@ -29,6 +29,7 @@ def read_records(
     title_separator: str = " ",
     max_positives: int | None = None,
     num_negatives: int | None = None,
+    topic_column: str | None = None,
 ) -> Iterator[Record]:
     """Yield the records of `source`, each a query with its positives and negatives in the order of the file.
 
@@ -51,6 +52,7 @@ def read_records(
             which stops at the first bad record.
         title_separator: between a title and its text.
         max_positives, num_negatives: how many of each record; see `RecordRules`.
+        topic_column: a field with a text or number in every record of a file: its topic.
 
     Raises:
         ConfigError: at once: an unknown format, or `columns` that cannot be used.
@@ -69,8 +71,14 @@ def read_records(
             )
         )
     path = Path(source)
-    fields = Fields(mapping)
-    rules = RecordRules(title_separator, max_positives, num_negatives)
+    if topic_column is not None and found in NO_TOPICS:
+        raise ConfigError(
+            one_line(
+                f"topic_column={topic_column}, but data_format={found} has no topics: {source} (write it as pairs)"
+            )
+        )
+    fields = Fields(mapping, topic_column)
+    rules = RecordRules(title_separator, max_positives, num_negatives, topic_column)
     report = RecordReport() if report is None else report
     if found == "beir":
         return _read_beir(path, split, rules, report)

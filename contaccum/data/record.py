@@ -6,6 +6,7 @@ and which negatives an epoch trains on is decided above them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class Record(NamedTuple):
     query: str
     positives: list[str]
     negatives: list[str]
+    topic: str | None = None  # where topics were asked for
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class RecordRules:
         title_separator: between a title and its text.
         max_positives: the first so many; None: all. Those that are not formed are not checked either.
         num_negatives: the first so many, and a record with fewer is a bad one; None: all, however many.
+        topic_column: the field with a record's topic; None: it has none.
     """
 
     title_separator: str = " "
     max_positives: int | None = None
     num_negatives: int | None = None
+    topic_column: str | None = None
 
     def positives(self, listed: list[Any], what: str, title: object = None) -> list[str]:
         """The passages of `listed`, each a text (whose title is `title`) or an object {"title", "text"}.
@@ -62,6 +66,17 @@ class RecordRules:
         if self.num_negatives is not None and count < self.num_negatives:
             detail = f"{count} where num_hard_negatives is {self.num_negatives}"
             raise Fault("too few hard negatives", detail, "lower num_hard_negatives")
+
+    def topic(self, record: Mapping[str, Any]) -> str | None:
+        """The topic of a record, a text or a number.
+
+        Raises:
+            Fault: it is missing, or something else.
+        """
+        if self.topic_column is None:
+            return None
+        value = record.get(self.topic_column)
+        return str(value) if isinstance(value, int) else text_of(value, self.topic_column)
 
     def note_unused(self, report: RecordReport, negatives: bool) -> None:
         """Say in the report that a record has negatives and nobody asked for them."""

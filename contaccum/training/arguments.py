@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
+from contaccum.data.batch_plan import LENGTH_WINDOW
 from contaccum.drift import DRIFT_COMPENSATIONS
 from contaccum.errors import ConfigError
 from contaccum.grad_norms import BALANCES
@@ -107,6 +108,17 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     learning_rate_base_batch_size: int = field(
         default=128, metadata={"help": "Pairs per update at which learning_rate holds as given."}
     )
+    topic_column: str | None = field(
+        default=None,
+        metadata={"help": "Column with a label for each row: batches are of one topic. It is not encoded."},
+    )
+    length_window: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches sorted by length together, with train_sampling_strategy=group_by_length. Default: "
+            "those of an update if they are 8 or more, else of as many updates as make 16."
+        },
+    )
     grad_cache_mini_batch_size: int | None = field(
         default=None,
         metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
@@ -174,6 +186,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             )
         if self.fp16 and self.bf16:
             raise ConfigError("fp16=true with bf16=true: choose one")
+        self._check_batches()
         bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
         check_settings(
             bank_size,
@@ -183,6 +196,52 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self.normalize_by,
             self.drift_compensation,
         )
+
+    def _check_batches(self) -> None:
+        strategy = str(getattr(self, "train_sampling_strategy", "random"))
+        if strategy not in ("random", "group_by_length"):
+            raise ConfigError(
+                f"train_sampling_strategy={strategy}: batches are shuffled here. Set it to random or group_by_length"
+            )
+        if self.length_window is not None and self.length_window < 2:
+            raise ConfigError(f"length_window must be at least 2 batches, got {self.length_window}")
+        asked = [f"topic_column={self.topic_column}"] if self.topic_column else []
+        asked += ["group_by_length"] if self.groups_by_length else []
+        if asked and self.own_batch_sampler:
+            shown = getattr(self.batch_sampler, "value", getattr(self.batch_sampler, "__name__", self.batch_sampler))
+            raise ConfigError(
+                f"batch_sampler={shown} with {asked[0]}: that sampler makes its own batches. Drop {asked[0]}, or set "
+                "batch_sampler=batch_sampler or no_duplicates"
+            )
+        whole = self.gradient_accumulation_steps if self.method == "grad_cache" else 1
+        if asked and self.per_device_train_batch_size * whole == 1:
+            raise ConfigError(
+                f"per_device_train_batch_size=1 with {asked[0]}: a batch of one row has nothing to group. Raise "
+                f"per_device_train_batch_size, or drop {asked[0]}"
+            )
+
+    @property
+    def groups_by_length(self) -> bool:
+        """Whether rows of similar length come together; older versions of transformers call it ``group_by_length``."""
+        strategy = getattr(self, "train_sampling_strategy", None)
+        return strategy == "group_by_length" or getattr(self, "group_by_length", False) is True
+
+    @property
+    def lengths_sorted(self) -> int:
+        """Micro-batches sorted by length together: whole updates, which are then samples of all lengths."""
+        k = self.gradient_accumulation_steps
+        return self.length_window or (k if k >= LENGTH_WINDOW // 2 else -(-LENGTH_WINDOW // k) * k)
+
+    @property
+    def avoids_duplicates(self) -> bool:
+        """Whether no text may occur twice in a batch."""
+        return getattr(self.batch_sampler, "value", self.batch_sampler) in ("no_duplicates", "no_duplicates_hashed")
+
+    @property
+    def own_batch_sampler(self) -> bool:
+        """Whether batches are made by ``group_by_label`` or by a sampler of the user's."""
+        kind = getattr(self.batch_sampler, "value", self.batch_sampler)
+        return kind not in ("batch_sampler", "no_duplicates", "no_duplicates_hashed")
 
     @property
     def pairs_per_micro_batch(self) -> int:

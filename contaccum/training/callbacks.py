@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sentence_transformers.base.sampler import DefaultBatchSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class EpochOrderCallback(TrainerCallback):
     A resumed run reaches its sampler through two wrappers, and transformers looks through one only.
     """
 
-    def __init__(self, samplers: list[DefaultBatchSampler]) -> None:
+    def __init__(self, samplers: Iterable[Any]) -> None:
         self.samplers = samplers
 
     def on_epoch_begin(

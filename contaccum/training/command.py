@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     model_args, data_args, args = parse(argv)
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
-    data = load_data(data_args)
+    data = load_data(data_args, args.topic_column)
     print(data.report.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
@@ -44,8 +44,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def load_data(arguments: DataArguments) -> TrainingData:
-    """The training data that the arguments name."""
+def load_data(arguments: DataArguments, topic_column: str | None = None) -> TrainingData:
+    """The training data that the arguments name, with its topics if asked."""
     return load_training_data(
         arguments.train_data,
         data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
@@ -53,6 +53,7 @@ def load_data(arguments: DataArguments) -> TrainingData:
         num_hard_negatives=arguments.num_hard_negatives,
         on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
         columns=parse_columns(arguments.data_columns),
+        topic_column=topic_column,
     )
 
 

@@ -12,22 +12,29 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-from sentence_transformers.base.sampler import BatchSamplers, DefaultBatchSampler
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
-from contaccum.data.samplers import EpochBatchSampler
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
+from contaccum.training.batches import (
+    RowFacts,
+    describe_batches,
+    make_batch_sampler,
+    take_row_facts,
+    warn_about_means,
+    without_facts,
+)
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
@@ -89,6 +96,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
+        train_dataset, self._row_facts = take_row_facts(args, train_dataset)
+        eval_dataset = without_facts(args, eval_dataset)
         if model is not None:
             columns = _columns(train_dataset if train_dataset is not None else eval_dataset)
             _fill_roles(args, model, columns)
@@ -96,13 +105,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 loss = make_loss(model, args)
             _check_negatives(args, loss, columns)
             warn_about_batch_norm(model)
+            warn_about_means(args, loss)
         elif loss is None:
             loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
         self.data_fingerprint = data_fingerprint
         self.quiet = quiet
         self.tower_grad_norms: TowerGradNorms | None = None
         self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
-        self._batch_samplers: list[DefaultBatchSampler] = []
+        self._batch_samplers: weakref.WeakSet[Any] = weakref.WeakSet()  # a sampler lives as long as its loader
         self.update: dict[str, Any] = {}
         self._update_started = 0.0
         self._collapse = CollapseWatch()
@@ -170,10 +180,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         seed: int = 0,
     ) -> Any:
         seed = seed if self.args.data_seed is None else self.args.data_seed
-        if self.args.batch_sampler != BatchSamplers.BATCH_SAMPLER or not hasattr(dataset, "__len__"):
-            return super().get_batch_sampler(dataset, batch_size, drop_last, valid_label_columns, generator, seed)
-        sampler = EpochBatchSampler(dataset, batch_size, drop_last, valid_label_columns, generator, seed)
-        self._batch_samplers.append(sampler)
+        parts = self.train_dataset if isinstance(self.train_dataset, dict) else {None: self.train_dataset}
+        facts = next((self._row_facts.get(name, RowFacts()) for name, part in parts.items() if part is dataset), None)
+        given = (batch_size, drop_last, valid_label_columns, generator, seed)
+        sampler = make_batch_sampler(self.args, dataset, facts, *given)
+        return self._tell_epochs(super().get_batch_sampler(dataset, *given) if sampler is None else sampler)
+
+    def get_multi_dataset_batch_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tell_epochs(super().get_multi_dataset_batch_sampler(*args, **kwargs))
+
+    def _tell_epochs(self, sampler: Any) -> Any:
+        if hasattr(sampler, "set_epoch"):
+            self._batch_samplers.add(sampler)
         return sampler
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -307,10 +325,13 @@ def describe_run(trainer: ContAccumTrainer) -> str:
         f"updates               {trainer.state.max_steps:,}",
         f"learning rate         {args.scaled_learning_rate:g}",
     ]
+    batches = describe_batches(args)
+    if batches:
+        lines.insert(3, f"batches               {batches}")
     if bank:
         shared = args.world_size if args.gather_across_devices else 1
         age = bank / (args.total_train_batch_size / args.world_size * shared)
-        lines.insert(6, f"oldest bank entry     {age:.1f} updates old")
+        lines.insert(len(lines) - 3, f"oldest bank entry     {age:.1f} updates old")
     return "\n".join(lines)
 
 

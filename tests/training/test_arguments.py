@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentence_transformers.base.sampler import DefaultBatchSampler
 
 from contaccum import ContAccumTrainingArguments
 from contaccum.errors import ConfigError
@@ -29,6 +30,17 @@ from contaccum.errors import ConfigError
         ({"learning_rate_scaling": "cubic"}, ["learning_rate_scaling"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
         ({"bank_size": -1}, ["bank_size"]),
+        ({"train_sampling_strategy": "sequential"}, ["train_sampling_strategy=sequential", "group_by_length"]),
+        ({"length_window": 1}, ["length_window", "2"]),
+        ({"topic_column": "topic", "batch_sampler": "group_by_label"}, ["topic_column=topic", "group_by_label"]),
+        (
+            {"train_sampling_strategy": "group_by_length", "batch_sampler": DefaultBatchSampler},
+            ["group_by_length", "DefaultBatchSampler"],
+        ),
+        (
+            {"topic_column": "topic", "per_device_train_batch_size": 1},
+            ["topic_column", "per_device_train_batch_size=1"],
+        ),
     ],
 )
 def test_refused_with_both_names(settings: dict[str, Any], named: list[str], tmp_path: Path) -> None:
@@ -63,3 +75,10 @@ def test_arguments_survive_a_round_trip(tmp_path: Path) -> None:
     )
     again = ContAccumTrainingArguments(**args.to_dict())
     assert (again.total_train_batch_size, again.pairs_per_micro_batch) == (128, 8)
+
+
+@pytest.mark.parametrize(("steps", "window"), [(1, 16), (3, 18), (8, 8), (12, 12), (64, 64)])
+def test_windows_of_lengths_are_whole_updates(steps: int, window: int, tmp_path: Path) -> None:
+    args = ContAccumTrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=steps)
+    assert args.lengths_sorted == window
+    assert ContAccumTrainingArguments(output_dir=str(tmp_path), length_window=5).lengths_sorted == 5

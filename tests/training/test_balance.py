@@ -61,7 +61,9 @@ def test_untied_towers_reach_the_optimizer_with_the_norms_that_the_log_gives(
     ratios = {}
     for balance in ("none", "geometric"):
         folder = tmp_path / balance
-        args = arguments(folder, "pre_batch", balance_grad_norms=balance, max_grad_norm=max_grad_norm, bank_size=40)
+        settings = {"balance_grad_norms": balance, "max_grad_norm": max_grad_norm, "bank_size": 40}
+        # The default takes the common push out of the passages' gradients, and with it much of the imbalance.
+        args = arguments(folder, "pre_batch", drift_compensation="mean", **settings)
         trainer = ContAccumTrainer(model=build(tied=False), args=args, train_dataset=pairs(48))
         seen, log = norms_at_the_step(trainer), log_of(folder)
         assert len(seen) == len(log) == 8
