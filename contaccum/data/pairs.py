@@ -44,10 +44,11 @@ QUERY_FIELDS = ("query", "anchor", "question")
 POSITIVE_FIELDS = ("positive", "passage", "answer", "text", "document", "pos")
 NEGATIVE_FIELDS = ("negatives", "negative", "neg")
 
-# (query, positive, negatives)
-Row = tuple[str, str, list[str]]
+# (query, positive, negatives, positives beyond the first)
+Row = tuple[str, str, list[str], list[str]]
 
 _REPEATED = "pairs that occur again, kept"
+_UNREADABLE_FURTHER = "positives beyond the first that are no text, passed over"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class TrainingData:
         data_format: "beir", "dpr", "pairs" or "triplets".
         path: the file or folder.
         name: its name without the extension.
+        further_positives: {query: positives that its records list beyond the first}, where they were asked for.
     """
 
     dataset: Dataset
@@ -69,6 +71,7 @@ class TrainingData:
     data_format: DataFormat
     path: Path
     name: str
+    further_positives: dict[str, list[str]] = field(default_factory=dict, repr=False, compare=False)
 
 
 def load_training_data(
@@ -78,6 +81,7 @@ def load_training_data(
     num_hard_negatives: int = 0,
     on_bad_record: OnBadRecord = "stop",
     title_separator: str = " ",
+    keep_further_positives: bool = False,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each.
 
@@ -97,6 +101,7 @@ def load_training_data(
         num_hard_negatives: h. A record with fewer is a bad record; with 0, negatives are not used.
         on_bad_record: "stop" or "skip".
         title_separator: between a title and its text.
+        keep_further_positives: also keep the positives that make no row, for who must not take them for negatives.
 
     Raises:
         ConfigError: an unknown format, or hard negatives from a format that has none.
@@ -121,21 +126,24 @@ def load_training_data(
     if found == "beir":
         rows = _beir_rows(source, split, report, title_separator)
     elif found == "dpr":
-        rows = _dpr_rows(source, num_hard_negatives, report, title_separator)
+        rows = _dpr_rows(source, num_hard_negatives, report, title_separator, keep_further_positives)
     else:
-        rows = _jsonl_rows(source, fields, num_hard_negatives, report, title_separator)
+        rows = _jsonl_rows(source, fields, num_hard_negatives, report, title_separator, keep_further_positives)
 
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
     columns: list[list[str]] = [[] for _ in names]
     digest = hashlib.sha256()
     pairs: set[int] = set()
-    for query, positive, negatives in rows:
+    further_positives: dict[str, list[str]] = {}
+    for query, positive, negatives, further in rows:
         texts = (query, positive, *negatives)
         add_to_fingerprint(digest, *texts)
         for column, text in zip(columns, texts, strict=True):
             column.append(text)
         # A hash is enough to count by, and keeps the texts from being held twice.
         pairs.add(hash((query, positive)))
+        if further:
+            further_positives.setdefault(query, []).extend(further)
     report.note(_REPEATED, len(columns[0]) - len(pairs))
     report.refuse_if_nothing_left(source, len(columns[0]), "training pairs")
     if data_format is None and found == "pairs" and fields.has_negatives:
@@ -151,6 +159,7 @@ def load_training_data(
         path=source,
         # resolve(), so that "." has a name too.
         name=re.sub(r"(\.(jsonl|ndjson|json))?(\.gz)?$", "", source.resolve().name),
+        further_positives=further_positives,
     )
 
 
@@ -198,12 +207,12 @@ def _beir_rows(path: Path, split: str, report: RecordReport, title_separator: st
             if score > 0:
                 document = data.corpus[document_id]
                 passage = passage_text(document["title"], document["text"], title_separator)
-                yield data.queries[query_id], passage, []
+                yield data.queries[query_id], passage, [], []
             else:
                 report.note("judgements of 0 or less, not a pair")
 
 
-def _dpr_rows(path: Path, h: int, report: RecordReport, title_separator: str) -> Iterator[Row]:
+def _dpr_rows(path: Path, h: int, report: RecordReport, title_separator: str, keep_further: bool) -> Iterator[Row]:
     for line, record in read_json_array(path, report):
         try:
             query = filled_text_of(record.get("question"), "question")
@@ -218,7 +227,8 @@ def _dpr_rows(path: Path, h: int, report: RecordReport, title_separator: str) ->
             report.reject(path, line, fault)
             continue
         report.accept()
-        yield query, positive, negatives
+        further = positives[1:] if keep_further else []
+        yield query, positive, negatives, _readable(further, None, title_separator, report)
 
 
 @dataclass
@@ -247,16 +257,19 @@ class _Fields:
         return self.query, self.positive
 
 
-def _jsonl_rows(path: Path, fields: _Fields, h: int, report: RecordReport, title_separator: str) -> Iterator[Row]:
+def _jsonl_rows(
+    path: Path, fields: _Fields, h: int, report: RecordReport, title_separator: str, keep_further: bool
+) -> Iterator[Row]:
     for line, record in read_json_lines(path, report):
         try:
             query_field, positive_field = fields.settle(record)
             query = filled_text_of(record.get(query_field), query_field)
             value = record.get(positive_field)
+            further: list[Any] = []
             if isinstance(value, list):
                 if not value:
                     raise Fault(f"empty {positive_field}")
-                value = value[0]
+                value, further = value[0], value[1:] if keep_further else []
             positive = _passage(value, record.get("title"), positive_field, title_separator)
             listed = _listed_negatives(record)
             negatives = _first_negatives(listed, h, "negatives", title_separator)
@@ -266,7 +279,7 @@ def _jsonl_rows(path: Path, fields: _Fields, h: int, report: RecordReport, title
         report.accept()
         if listed and not h:
             report.note("negatives not used, num_hard_negatives is 0")
-        yield query, positive, negatives
+        yield query, positive, negatives, _readable(further, record.get("title"), title_separator, report)
 
 
 def _list_of(value: object, what: str) -> list[Any]:
@@ -293,6 +306,17 @@ def _first_negatives(listed: list[Any], h: int, what: str, title_separator: str)
         mend = "lower num_hard_negatives"
         raise Fault("too few hard negatives", f"{len(listed)} where num_hard_negatives is {h}", mend)
     return [_passage(value, None, what, title_separator) for value in listed[:h]]
+
+
+def _readable(listed: list[Any], title: object, title_separator: str, report: RecordReport) -> list[str]:
+    """The passages among `listed`; the others are noted. Training does not use these, so they spoil no record."""
+    passages = []
+    for value in listed:
+        try:
+            passages.append(_passage(value, title, "positive", title_separator))
+        except Fault:
+            report.note(_UNREADABLE_FURTHER)
+    return passages
 
 
 def _passage(value: object, title: object, what: str, title_separator: str) -> str:

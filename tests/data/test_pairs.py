@@ -63,6 +63,18 @@ def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path, q
     assert data.dataset.to_list() == [{"query": "q", "positive": "T p"}]
 
 
+def test_positives_beyond_the_first_are_kept_apart_when_asked_for_and_change_no_row(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"query": "q", "positive": ["a", "b", "", "c"]}, *PAIRS])
+    plain, kept = load_training_data(path), load_training_data(path, keep_further_positives=True)
+    assert plain.further_positives == {} and kept.further_positives == {"q": ["b", "c"]}
+    assert kept.dataset.to_list() == plain.dataset.to_list() and kept.fingerprint == plain.fingerprint
+    assert list(kept.report.notes.values()) == [1] and not plain.report.notes
+    array = load_training_data(
+        write_array(tmp_path / "a.json", [dpr(positives=(("T", "p"), ("", "r")))]), keep_further_positives=True
+    )
+    assert array.further_positives == {"q": ["r"]} and array.dataset.to_list() == [{"query": "q", "positive": "T p"}]
+
+
 NEGATIVES = [
     {"negative": "n1"},
     {"neg": ["n1", "n2"]},
