@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contaccum.mining.filters import Selection, SelectionRules, select_negatives
 from contaccum.mining.miner import MinedNegatives, mine_hard_negatives
-from contaccum.mining.pool import MiningData, load_mining_data
+from contaccum.mining.pool import MiningData
+from contaccum.mining.sources import load_mining_data
 from contaccum.mining.writer import write_mined
 
 __all__ = [

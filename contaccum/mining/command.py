@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from contaccum.data.pairs import DATA_FORMATS
 from contaccum.errors import ConfigError
 from contaccum.mining.filters import SelectionRules
 from contaccum.mining.miner import MinedNegatives, check_settings, mine_hard_negatives
-from contaccum.mining.pool import load_mining_data
+from contaccum.mining.sources import load_mining_data
 from contaccum.mining.writer import OUTPUT_FORMATS, check_output, write_mined
 
 # What a rule's count is called for people.
@@ -21,6 +22,13 @@ _REASONS = {
     "known_positive": "known positives and their duplicates",
     "same_as_query": "equal to the query",
     "not_needed": "fit, but not needed",
+}
+
+
+# What only one method reads: given with the other it would be passed over without a word.
+_OPTIONS_OF = {
+    "dense": ("index", "index_parameters", "similarity", "precision", "query_max_length", "passage_max_length"),
+    "bm25": ("bm25_k1", "bm25_b"),
 }
 
 
@@ -36,7 +44,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     Raises `UserError` for every mistake in the arguments, the data or the models; nothing is written then.
     """
-    args = _parse(argv)
+    parser = _parser()
+    args = _parse(parser, argv)
     margin = args.cross_encoder_margin
     if args.cross_encoder is None and margin is not None:
         raise ConfigError("--cross_encoder_margin needs a --cross_encoder")
@@ -46,6 +55,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     check_settings(
         rules, args.method, args.model is not None, args.cross_encoder is not None, args.bm25_k1, args.bm25_b
     )
+    for method, options in _OPTIONS_OF.items():
+        for name in options:
+            if method != args.method and getattr(args, name) != parser.get_default(name):
+                raise ConfigError(f"--{name} has no effect with --method {args.method}: leave it out")
     if args.batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {args.batch_size}")
     check_output(args.output, args.output_format, args.overwrite, (args.data, args.corpus))
@@ -54,7 +67,13 @@ def run(argv: Sequence[str] | None = None) -> int:
         from contaccum.evaluation.beir import check_device
 
         check_device(args.device)
+    if args.model is not None or args.cross_encoder is not None:
+        from contaccum.encoders import require_model
 
+        for name in filter(None, (args.model, args.cross_encoder)):
+            require_model(os.path.expanduser(name))
+
+    print(f"reading {args.data}", flush=True)
     data = load_mining_data(args.data, args.corpus, args.data_format, args.split, args.on_bad_record)
     print(f"{args.data}: {data.record['records']}")
     sizes = ", ".join(f"{data.record[what]} {what}" for what in ("queries", "pairs", "passages"))
@@ -128,7 +147,7 @@ def _bm25s_version(method: str) -> dict[str, str | None]:
     return {"bm25s": bm25s.__version__}
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> _Parser:
     parser = _Parser(
         prog="contaccum mine",
         description="Find hard negatives for training data: passages that score high and are not known to be relevant.",
@@ -175,6 +194,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     search.add_argument("--device", help="of the models, such as cpu or cuda:1")
     search.add_argument("--no_progress", action="store_true")
     search.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
+    return parser
+
+
+def _parse(parser: _Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]

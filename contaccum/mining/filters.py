@@ -108,7 +108,6 @@ class Selection:
         rows: (q, num_negatives) int64, -1 where there are fewer.
         scores: the same shape, -inf where there are fewer.
         rescores: the cross-encoder's scores, NaN where there are none; None without a cross-encoder.
-        positive_rescores: (q,), the same for the lowest positive.
         candidates: how many were considered.
         dropped: {rule: candidates}, each counted by the first rule that drops it. `candidates` is their sum and the
             number kept.
@@ -118,7 +117,6 @@ class Selection:
     rows: np.ndarray
     scores: np.ndarray
     rescores: np.ndarray | None = None
-    positive_rescores: np.ndarray | None = None
     candidates: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     rescored: int = 0
@@ -259,7 +257,6 @@ def _rescore(
     failed = int((~np.isnan(read)).sum() - passed.sum())
     if failed:
         selection.dropped["cross_encoder"] += failed
-    selection.positive_rescores = thresholds
     return passed & (np.cumsum(passed, axis=1) <= rules.num_negatives), read
 
 

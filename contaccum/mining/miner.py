@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.mining.candidates import BM25Search, CandidateSearch, DenseSearch, check_bm25
 from contaccum.mining.filters import SelectionRules, select_negatives
-from contaccum.mining.pool import Document, MiningData, load_mining_data
+from contaccum.mining.pool import Document, MiningData
 from contaccum.mining.rescoring import CrossEncoderScores
+from contaccum.mining.sources import load_mining_data
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 OnTooFew = Literal["drop", "keep"]
 
@@ -95,6 +99,34 @@ class MinedNegatives:
                 data.query_ids[number], data.queries[number], positives, data.pair_counts[number], negatives
             )
 
+    def dataset(self) -> Dataset:
+        """Training data: a row for each pair of every query that has `num_negatives`, with the columns "query",
+        "positive", "negative_1" .. "negative_h" that `ContAccumTrainer` and sentence-transformers' losses read.
+
+        Raises:
+            DataError: no query has enough negatives.
+        """
+        from datasets import Dataset
+
+        self.require_full_queries()
+        columns: dict[str, list[str]] = {"query": [], "positive": []}
+        columns |= {f"negative_{place}": [] for place in range(1, self.rules.num_negatives + 1)}
+        for query in self.queries("drop"):
+            negatives = [negative.document.passage for negative in query.negatives]
+            for positive in query.positives[: query.pair_count]:
+                texts = (query.query, positive.document.passage, *negatives)
+                for column, text in zip(columns.values(), texts, strict=True):
+                    column.append(text)
+        return Dataset.from_dict(columns)
+
+    def require_full_queries(self) -> None:
+        """Raise `DataError` when no query has `num_negatives` negatives."""
+        if not (self.rows >= 0).all(axis=1).any():
+            raise DataError(
+                f"{self.data.record['path']}: no query has {self.rules.num_negatives} negatives (lower num_negatives, "
+                "loosen the rules, or use on_too_few keep)"
+            )
+
     def _second(self, number: int, place: int) -> float | None:
         return None if self.cross_encoder_scores is None else float(self.cross_encoder_scores[number, place])
 
@@ -135,8 +167,8 @@ class MinedNegatives:
 
 def mine_hard_negatives(
     model: Any,
-    data: MiningData | str | os.PathLike[str],
-    corpus: str | os.PathLike[str] | None = None,
+    data: MiningData | str | os.PathLike[str] | Iterable[Mapping[str, Any] | Sequence[Any]],
+    corpus: str | os.PathLike[str] | Iterable[Mapping[str, Any] | str] | None = None,
     rules: SelectionRules | None = None,
     method: Literal["dense", "bm25"] = "dense",
     cross_encoder: Any = None,
@@ -156,10 +188,14 @@ def mine_hard_negatives(
     becomes its negative, nor does any passage of the same text (white space and case apart, with or without a title)
     or, in BEIR data, the same id, nor a passage that repeats the query.
 
+    A model in training may be asked too: it is put in eval mode, without gradients, and back in the mode that it had;
+    its weights and the random state stay as they are, and no file is written.
+
     Args:
         model: a SentenceTransformer, or an object with `encode_queries` and `encode_corpus` as BEIR calls them; None
             for BM25.
-        data, corpus: loaded data, or what `load_mining_data` takes.
+        data, corpus: what `load_mining_data` takes, files or records in memory; or what it gave, which saves reading
+            and comparing texts where the same data are mined again.
         rules: what a negative must be like; None: the 3 best.
         method: "dense", or "bm25" where there is no model yet that is worth asking.
         cross_encoder: a sentence-transformers CrossEncoder; `rules.cross_encoder_margin` says how it is used.
@@ -174,7 +210,7 @@ def mine_hard_negatives(
     Example::
 
         mined = mine_hard_negatives(model, "pairs.jsonl", rules=SelectionRules(relative_margin=0.05, num_negatives=4))
-        write_mined(mined, "hard.jsonl")
+        write_mined(mined, "hard.jsonl")  # or mined.dataset(), to train on at once
     """
     rules = rules or SelectionRules()
     check_settings(rules, method, model is not None, cross_encoder is not None, bm25_k1, bm25_b)
@@ -269,13 +305,15 @@ def _mine(
 def _blocks(data: MiningData, rules: SelectionRules) -> Iterator[tuple[np.ndarray, int]]:
     """Numbers of queries, and how deep to search for them: past their own exclusions, `rules.depth` must be left."""
     skipped = np.array([len(a) + len(b) for a, b in zip(data.excluded, data.same_as_query, strict=True)])
+    # Beyond the pool there is nothing to hold scores of, however large range_max may be.
+    depth = min(rules.depth, data.pool_size)
     # Those with many exclusions come together, so that they alone pay for the depth.
     order = np.argsort(skipped, kind="stable")
     start = 0
     while start < len(order):
         size = min(_BLOCK_QUERIES, len(order) - start)
-        while size > 1 and size * (rules.depth + int(skipped[order[start + size - 1]])) > _BLOCK_SCORES:
+        while size > 1 and size * (depth + int(skipped[order[start + size - 1]])) > _BLOCK_SCORES:
             size //= 2
         numbers = order[start : start + size]
-        yield numbers, min(rules.depth + int(skipped[numbers[-1]]), data.pool_size)
+        yield numbers, min(depth + int(skipped[numbers[-1]]), data.pool_size)
         start += size

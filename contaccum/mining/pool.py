@@ -1,24 +1,21 @@
 """What mining works on: queries with their known positives, and the pool of passages that may become negatives.
 
 Equal texts are one passage here, whatever their ids, spacing or case, so that a copy of a positive cannot come back as
-a negative. Reading is left to `contaccum.data`; nothing is scored.
+a negative. Where they come from is `sources`' business; nothing is scored.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from contaccum.data.beir_folder import beir_file, load_beir_folder, passage_text, read_corpus
-from contaccum.data.pairs import DATA_FORMATS, DataFormat, load_training_data, sniff_format
-from contaccum.data.records import OnBadRecord, RecordReport, add_to_fingerprint, one_line
-from contaccum.errors import ConfigError, DataError
+from contaccum.data.beir_folder import passage_text
+from contaccum.data.records import one_line
+from contaccum.errors import DataError
 
 
 class Document(NamedTuple):
@@ -71,92 +68,14 @@ class MiningData:
         return np.isin(np.arange(len(numbers))[:, None] * width + rows + 1, pairs) & (rows >= 0)
 
 
-def load_mining_data(
-    path: str | os.PathLike[str],
-    corpus: str | os.PathLike[str] | None = None,
-    data_format: DataFormat | None = None,
-    split: str = "train",
-    on_bad_record: OnBadRecord = "stop",
-) -> MiningData:
-    """Read training data, and the passages among which their negatives are sought.
-
-    The pool is the whole corpus of a BEIR folder, and else the data's distinct positives (negatives that the data list
-    are not part of it). With `corpus` it is that corpus instead, and nothing else.
-
-    Args:
-        path: training data as `load_training_data` reads it.
-        corpus: jsonl with `_id`, `title` and `text`, plain or gzip, or a BEIR folder, whose corpus it is.
-        data_format, split, on_bad_record: see `load_training_data`.
-
-    Raises:
-        ConfigError, DataError: as `load_training_data`; an empty pool.
-    """
-    source = Path(path)
-    if data_format is not None and data_format not in DATA_FORMATS:
-        raise ConfigError(f"data_format={data_format!r} is unknown (use one of {', '.join(DATA_FORMATS)})")
-    if (data_format or sniff_format(source)) == "beir":
-        judged, pool, record = _read_beir(source, split, on_bad_record)
-    else:
-        judged, pool, record = _read_pairs(source, data_format, on_bad_record)
-    if corpus is not None:
-        pool, record["corpus"] = _read_separate_corpus(Path(corpus), on_bad_record)
-    return _assemble(judged, pool, record)
-
-
 @dataclass
-class _Judged:
+class Judged:
     """One query as the data have it: positives that make pairs, and positives that do not."""
 
     id: str
     query: str
     pairs: list[Document]
     further: list[Document] = field(default_factory=list)
-
-
-def _read_beir(path: Path, split: str, on_bad_record: OnBadRecord) -> tuple[list[_Judged], Iterable[Document], Any]:
-    data = load_beir_folder(path, split, on_bad_record)
-    judged = []
-    for query_id, scores in data.qrels.items():
-        positives = [Document(i, **data.corpus[i]) for i, score in scores.items() if score > 0]
-        if positives:
-            judged.append(_Judged(query_id, data.queries[query_id], positives))
-    if not judged:
-        raise DataError(one_line(f"{path}: no judgement of split {split!r} is above 0 (name another --split)"))
-    record = {"path": str(path), "format": "beir", "split": split, "fingerprint": data.fingerprint}
-    record["records"] = data.report.summary()
-    return judged, (Document(i, **document) for i, document in data.corpus.items()), record
-
-
-def _read_pairs(
-    path: Path, data_format: DataFormat | None, on_bad_record: OnBadRecord
-) -> tuple[list[_Judged], Iterable[Document], Any]:
-    data = load_training_data(path, data_format, on_bad_record=on_bad_record, keep_further_positives=True)
-    of_query: dict[str, _Judged] = {}
-    numbers: dict[str, int] = {}
-
-    def document(passage: str) -> Document:
-        return Document(f"passage-{numbers.setdefault(passage, len(numbers))}", "", passage)
-
-    for query, positive in zip(data.dataset["query"], data.dataset["positive"], strict=True):
-        judged = of_query.setdefault(query, _Judged(f"query-{len(of_query)}", query, []))
-        judged.pairs.append(document(positive))
-    for query, further in data.further_positives.items():
-        of_query[query].further.extend(map(document, further))
-    record = {"path": str(path), "format": data.data_format, "split": None, "fingerprint": data.fingerprint}
-    record["records"] = data.report.summary()
-    pool = (positive for judged in of_query.values() for positive in (*judged.pairs, *judged.further))
-    return list(of_query.values()), pool, record
-
-
-def _read_separate_corpus(path: Path, on_bad_record: OnBadRecord) -> tuple[Iterable[Document], dict[str, Any]]:
-    file = beir_file(path, "corpus.jsonl") if os.path.isdir(path) else path
-    report = RecordReport(on_bad_record)
-    documents = read_corpus(file, report, allow_empty=True)
-    digest = hashlib.sha256()
-    for identifier, document in documents.items():
-        add_to_fingerprint(digest, identifier, document["title"], document["text"])
-    record = {"path": str(path), "fingerprint": digest.hexdigest(), "records": report.summary()}
-    return (Document(identifier, **document) for identifier, document in documents.items()), record
 
 
 def _key(text: str) -> bytes:
@@ -205,7 +124,12 @@ class _Pool:
         return rows
 
 
-def _assemble(judged: list[_Judged], source: Iterable[Document], record: dict[str, Any]) -> MiningData:
+def assemble(judged: list[Judged], source: Iterable[Document], record: dict[str, Any]) -> MiningData:
+    """Queries and the passages of `source` as rows; `record` is what a report says about where they are from.
+
+    Raises:
+        DataError: no passage, or no positive, that is not empty.
+    """
     by_id = record["format"] == "beir"
     known: dict[bytes, list[Document]] = {}
     for entry in judged:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from contaccum.data.records import one_line
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import ConfigError, UserError
 from contaccum.mining.miner import MinedNegatives, MinedQuery, OnTooFew, Scored
 
 OutputFormat = Literal["pairs", "dpr", "tevatron", "ntuples"]
@@ -52,12 +52,8 @@ def write_mined(
     path = check_output(path, output_format, overwrite)
     if on_too_few not in ("drop", "keep"):
         raise ConfigError(f"on_too_few must be drop or keep, got {on_too_few!r}")
-    counts = mined.counts(on_too_few)
-    if not counts["pairs_kept"]:
-        raise DataError(
-            f"{mined.data.record['path']}: no query has {mined.rules.num_negatives} negatives (lower num_negatives, "
-            "loosen the rules, or use on_too_few keep)"
-        )
+    if on_too_few == "drop":
+        mined.require_full_queries()
     record = {**(report or {}), "output_format": output_format, **mined.record(on_too_few)}
     # Made first: whatever may fail in it should fail before the negatives are there.
     text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -78,7 +74,7 @@ def check_output(
     """`path`, once its folder is there and can be written to.
 
     Args:
-        inputs: files that must not be replaced, whatever `overwrite` says.
+        inputs: files, and folders of files, that must not be replaced, whatever `overwrite` says.
 
     Raises:
         ConfigError: an unknown format, a name that does not fit it, or a file that is there already.
@@ -92,8 +88,10 @@ def check_output(
         raise UserError(f"{path}: is a folder; name a file, such as {path / f'hard{suffix}'}")
     if path.suffix != suffix:
         raise ConfigError(f"{path}: output_format {output_format} is written to a file that ends in {suffix}")
-    if any(given is not None and path.resolve() == Path(given).resolve() for given in inputs):
-        raise ConfigError(f"{path}: is also the input; name another file")
+    files = {file.resolve() for given in inputs if given is not None for file in _files_of(Path(given))}
+    for written in (path, report_of(path)):
+        if written.resolve() in files:
+            raise ConfigError(f"{written}: is also the input; name another file")
     for existing in (path, report_of(path)):
         if existing.exists() and not overwrite:
             raise ConfigError(f"{existing}: exists already (name another file, or replace it with --overwrite)")
@@ -104,6 +102,14 @@ def check_output(
     except OSError as error:
         raise UserError(one_line(f"{path}: cannot be written here ({error.strerror or error})")) from error
     return path
+
+
+def _files_of(given: Path) -> Iterator[Path]:
+    """What is read where `given` is the input: of a folder the files of a BEIR set, not what lies beside them."""
+    yield given
+    if given.is_dir():
+        for name in ("corpus.jsonl", "queries.jsonl"):
+            yield given / name
 
 
 def _pairs(query: MinedQuery) -> Iterator[dict[str, Any]]:

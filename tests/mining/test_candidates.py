@@ -62,6 +62,12 @@ def test_results_do_not_depend_on_how_queries_are_batched(model, pairs, monkeypa
     assert parts.scores == pytest.approx(whole.scores, abs=1e-6)
 
 
+def test_a_range_beyond_the_pool_is_the_whole_pool_in_blocks_of_usual_size(pairs):
+    data = load_mining_data(pairs)
+    (block,) = miner_module._blocks(data, SelectionRules(range_max=10**9))
+    assert sorted(block[0].tolist()) == list(range(36)) and block[1] == 40
+
+
 def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
     everything = mine_hard_negatives(model, pairs, rules=SelectionRules(num_negatives=38), show_progress=False)
     rules = SelectionRules(num_negatives=3, range_max=38, absolute_margin=0.0)

@@ -108,6 +108,8 @@ MISTAKES = {
     "rules that leave nothing": (["--range_min", "5", "--range_max", "6"], "raise it to 8"),
     "a margin without its model": (["--cross_encoder_margin", "3"], "needs a --cross_encoder"),
     "bm25 with a model": (["--method", "bm25"], "leave it out"),
+    "dense alone": (["--method", "bm25", "--index", "HNSW8", "-"], "--index has no effect with --method bm25"),
+    "bm25 alone": (["--bm25_k1", "1.2"], "--bm25_k1 has no effect with --method dense"),
     "bm25 out of range": (["--method", "bm25", "--bm25_b", "2", "-"], "bm25_b"),
     "an output of the wrong kind": (["--output_format", "dpr"], "ends in .json"),
     "no such data": (["--data", "missing.jsonl"], "missing.jsonl: no such file"),
@@ -170,6 +172,21 @@ def test_an_output_is_replaced_only_when_asked_and_the_input_never(model_path, p
     data = pairs.read_text()
     assert mine(*arguments, "--output", pairs, "--overwrite") == 2
     assert "is also the input" in capsys.readouterr().err and pairs.read_text() == data
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl"])
+def test_a_file_of_the_folder_that_is_mined_is_never_replaced(model_path, beir, name, capsys):
+    before = (beir / name).read_text()
+    assert mine(model_path, "--data", beir, "--output", beir / name, "--overwrite") == 2
+    assert "is also the input" in capsys.readouterr().err and (beir / name).read_text() == before
+    for _ in range(2):  # a file of one's own beside them may be
+        assert mine(model_path, "--data", beir, "--output", beir / "hard.jsonl", "--overwrite") == 0
+
+
+def test_a_model_that_is_not_there_is_refused_before_data_are_read(tmp_path, capsys):
+    arguments = ["--data", tmp_path / "missing.jsonl", "--output", tmp_path / "o.jsonl"]
+    assert mine("./nothing", *arguments) == 2
+    assert "./nothing: no such model folder" in capsys.readouterr().err
 
 
 def test_a_bad_record_names_its_line_and_can_be_left_out(model_path, tmp_path, capsys):
