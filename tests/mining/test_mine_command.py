@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from mining_files import write_lines
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
 from contaccum.cli import main
 from contaccum.data import load_training_data
@@ -39,6 +41,15 @@ def test_mined_triplets_train_and_the_report_names_what_they_came_from(model_pat
     assert data.data_format in ("pairs", "triplets") and len(data.dataset) > 0
     known = {(row["query"], row["positive"]) for row in load_training_data(pairs).dataset}
     assert not known & {(row["query"], row[f"negative_{i}"]) for row in data.dataset for i in (1, 2)}
+
+
+def test_a_static_model_that_has_no_maximal_length_mines_too(tiny_tokenizer, pairs, tmp_path):
+    static = StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=16)
+    path = str(tmp_path / "static")
+    SentenceTransformer(modules=[static], device="cpu").save_pretrained(path)
+    output = tmp_path / "hard.jsonl"
+    assert mine(path, "--data", pairs, "--output", output, "--device", "cpu") == 0
+    assert json.loads(Path(f"{output}.report.json").read_text())["tokenisation"]["document_max_length"] is None
 
 
 def test_the_script_is_the_command(model_path, pairs, tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mining_files import write_beir, write_lines
 
 from contaccum.data import load_training_data
+from contaccum.data.pairs import DATA_FORMATS
 from contaccum.errors import DataError
 from contaccum.mining import SelectionRules, load_mining_data, mine_hard_negatives, write_mined
 from contaccum.mining.writer import OUTPUT_FORMATS
@@ -75,7 +76,17 @@ def test_no_known_positive_and_no_copy_of_one_is_ever_written(model, tmp_path_fa
         assert len(negatives) == len(set(negatives))
 
 
-@pytest.mark.parametrize("output_format", ["pairs", "ntuples", "dpr"])
+@pytest.mark.parametrize(
+    "output_format",
+    [
+        "pairs",
+        "ntuples",
+        "dpr",
+        pytest.param(
+            "tevatron", marks=pytest.mark.skipif("tevatron" not in DATA_FORMATS, reason="no reader of Tevatron jsonl")
+        ),
+    ],
+)
 @pytest.mark.parametrize("source", ["pairs", "beir"])
 def test_what_is_written_is_read_back_as_training_data(model, request, tmp_path, output_format, source):
     data = load_mining_data(request.getfixturevalue(source))
@@ -86,7 +97,7 @@ def test_what_is_written_is_read_back_as_training_data(model, request, tmp_path,
     expected = [
         [data.queries[q], data.documents[row].passage, *(data.documents[r].passage for r in mined.rows[q])]
         for q, rows in enumerate(data.positives)
-        for row in rows[: 1 if output_format == "dpr" else data.pair_counts[q]]
+        for row in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
     ]
     assert [list(row.values()) for row in dataset] == expected
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, f"{path.name}.report.json"]
