@@ -16,9 +16,10 @@ from contaccum.version import __version__
 # name -> (module with run(argv) -> int, one line of help). Modules load on use: --help needs no torch.
 COMMANDS = {
     "train": ("contaccum.training.command", "train a retriever from a YAML config and overrides"),
+    "mine": ("contaccum.mining.command", "find hard negatives for training data"),
     "evaluate": ("contaccum.evaluation.beir", "score a model on BEIR data with FAISS"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
-    "bench": ("contaccum.benchmarks.command", "measure updates, the loss, the trainer, samplers and readers"),
+    "bench": ("contaccum.benchmarks.command", "measure updates, the loss, the trainer, samplers, readers and mining"),
 }
 
 

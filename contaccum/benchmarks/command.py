@@ -1,4 +1,4 @@
-"""`contaccum bench update|trainer|loss|sampler|readers`: measure, print a table, write JSON (and a picture)."""
+"""`contaccum bench update|trainer|loss|sampler|readers|mine`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer|loss|sampler|readers [OPTIONS]``; returns the exit code."""
+    """``contaccum bench update|trainer|loss|sampler|readers|mine [OPTIONS]``; returns the exit code."""
+    if argv and argv[0] == "mine":
+        from contaccum.benchmarks.mining import run as run_mining
+
+        return run_mining(argv[1:])
     if not argv or argv[0] not in ("update", "trainer", "loss", "sampler", "readers"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss, sampler or readers")
+        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss, sampler, readers or mine")
     options = _parse(argv[0], argv[1:])
     from contaccum.benchmarks.loss import measure_loss
     from contaccum.benchmarks.readers import ReaderSettings, measure_readers

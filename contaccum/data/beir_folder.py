@@ -91,7 +91,7 @@ def load_beir_folder(
     corpus_file, queries_file = beir_file(folder, "corpus.jsonl"), beir_file(folder, "queries.jsonl")
     qrels_file = split_file(folder, split)
 
-    corpus = _read_corpus(corpus_file, report, allow_empty_documents)
+    corpus = read_corpus(corpus_file, report, allow_empty_documents)
     all_queries = _read_queries(queries_file, report)
     qrels = _read_qrels(qrels_file, report, all_queries, corpus)
     report.refuse_if_nothing_left(qrels_file, len(qrels), "judgements")
@@ -177,7 +177,12 @@ def _refuse_repeated(identifier: str, known: dict[str, Any]) -> None:
         raise Fault("duplicate _id", quoted(identifier), "keep one record for each _id")
 
 
-def _read_corpus(path: Path, report: RecordReport, allow_empty: bool) -> dict[str, dict[str, str]]:
+def read_corpus(path: Path, report: RecordReport, allow_empty: bool) -> dict[str, dict[str, str]]:
+    """{document id: {"title", "text"}} of a corpus.jsonl, plain or gzip; see `load_beir_folder`.
+
+    Raises:
+        DataError: the file cannot be used, a bad record under "stop", or no document is left.
+    """
     corpus: dict[str, dict[str, str]] = {}
     empty = 0
     for line, record in read_json_lines(path, report):

@@ -30,8 +30,8 @@ DATA_FORMATS: tuple[DataFormat, ...] = (
 )
 # Those whose fields a column mapping can name.
 NAMED_COLUMNS: tuple[DataFormat, ...] = ("pairs", "triplets", "csv", "parquet", "hub")
-# Those that judge pairs, and hold no records that could have a topic.
-NO_TOPICS: tuple[DataFormat, ...] = ("beir", "msmarco")
+# A record of these is a query with all its judgements, each of which is a pair. There is no place for a topic.
+JUDGED: tuple[DataFormat, ...] = ("beir", "msmarco")
 
 _HEAD_BYTES = 1 << 16
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")

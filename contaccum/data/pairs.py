@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contaccum.data.fields import parse_columns
-from contaccum.data.formats import DATA_FORMATS, DataFormat, sniff_format
+from contaccum.data.formats import DATA_FORMATS, JUDGED, DataFormat, sniff_format
 from contaccum.data.reading import read_records
 from contaccum.data.record import NEGATIVES_NOT_USED
 from contaccum.data.records import OnBadRecord, RecordReport, add_to_fingerprint, one_line
@@ -23,8 +23,6 @@ from contaccum.errors import ConfigError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# A record of these is a query with all its judgements, each of which is a pair.
-_JUDGED: tuple[DataFormat, ...] = ("beir", "msmarco")
 _REPEATED = "pairs that occur again, kept"
 
 
@@ -101,7 +99,7 @@ def load_training_data(
                 f"{source} (mine them first, or set num_hard_negatives to 0)"
             )
         )
-    most = None if found in _JUDGED else 1
+    most = None if found in JUDGED else 1
     records = read_records(path, found, split, mapping, report, title_separator, most, num_hard_negatives, topic_column)
     names += [topic_column] if topic_column else []
     rows: list[list[str]] = [[] for _ in names]

@@ -12,7 +12,7 @@ from contaccum.data.arrow_tables import read_hub, read_parquet
 from contaccum.data.beir_folder import load_beir_folder, passage_text
 from contaccum.data.delimited import read_delimited
 from contaccum.data.fields import Fields, parse_columns
-from contaccum.data.formats import DATA_FORMATS, NAMED_COLUMNS, NO_TOPICS, DataFormat, sniff_format
+from contaccum.data.formats import DATA_FORMATS, JUDGED, NAMED_COLUMNS, DataFormat, sniff_format
 from contaccum.data.json_records import read_dpr, read_json_pairs, read_tevatron
 from contaccum.data.msmarco import read_msmarco, read_text_triples
 from contaccum.data.record import NOT_A_PAIR, Record, RecordRules
@@ -71,7 +71,7 @@ def read_records(
             )
         )
     path = Path(source)
-    if topic_column is not None and found in NO_TOPICS:
+    if topic_column is not None and found in JUDGED:
         raise ConfigError(
             one_line(
                 f"topic_column={topic_column}, but data_format={found} has no topics: {source} (write it as pairs)"

@@ -113,7 +113,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     k_values = check_k_values(args.k_values)
     several = len(args.data) > 1
     if args.device is not None:
-        _check_device(args.device)
+        check_device(args.device)
     if not several:
         require_writable(args.output)
 
@@ -233,7 +233,8 @@ def _check_search(
     return metric
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise `ConfigError` for a device that torch cannot use here."""
     import torch
 
     try:

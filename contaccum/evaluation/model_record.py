@@ -6,6 +6,7 @@ Two results with equal records used the same weights on the same tokens. Nothing
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 from contaccum.retrieval.encoding import TITLE_SEPARATOR, prompt_for
@@ -61,4 +62,6 @@ def _route(model: Any, kind: str) -> list[Any]:
 
 
 def _max_length(module: Any, kind: str) -> int | None:
-    return getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
+    length = getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
+    # Static embeddings say infinity, which JSON does not have.
+    return None if length is None or math.isinf(length) else length

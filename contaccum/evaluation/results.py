@@ -72,8 +72,8 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     path = Path(path)
     run_path = path.with_suffix(".trec")
     tag = re.sub(r"\s+", "_", Path(str(result.model.get("name") or "contaccum")).name) or "contaccum"
-    _write_atomically(run_path, trec_lines(result.run, tag))
-    _write_atomically(path, [json.dumps(result.record(), indent=1, allow_nan=False, ensure_ascii=False), "\n"])
+    write_atomically(run_path, trec_lines(result.run, tag))
+    write_atomically(path, [json.dumps(result.record(), indent=1, allow_nan=False, ensure_ascii=False), "\n"])
     return path, run_path
 
 
@@ -130,7 +130,8 @@ def _no_blanks(identifier: str) -> str:
     return re.sub(r"\s", lambda blank: quote(blank.group()), identifier)
 
 
-def _write_atomically(path: Path, parts: Iterable[str]) -> None:
+def write_atomically(path: Path, parts: Iterable[str]) -> None:
+    """Write text to `path`, whole or not at all: when `parts` raises, what was there before is still there."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
             file.writelines(parts)

@@ -1,0 +1,137 @@
+"""What may not become a negative: every known positive, under whatever id, title, spacing or case."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from mining_files import write_beir, write_lines
+
+from contaccum.errors import ConfigError, DataError
+from contaccum.mining import load_mining_data
+
+
+def passages(data, rows):
+    return [data.documents[row].passage for row in rows]
+
+
+def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come_together(tmp_path):
+    rows = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
+    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows]))
+    assert data.queries == ["q1", "q2", "Q1 "] and data.pool_size == 4
+    assert [passages(data, rows) for rows in data.positives] == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
+    assert data.pair_counts == [2, 1, 1]
+    assert [passages(data, rows) for rows in data.excluded] == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
+    assert (data.record["pairs"], data.record["pairs_that_occur_again"]) == (4, 1)
+
+
+def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
+    record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
+    (tmp_path / "d.json").write_text(json.dumps([record]))
+    data = load_mining_data(tmp_path / "d.json")
+    assert passages(data, data.positives[0]) == ["T a", "T b"] and data.pair_counts == [1]
+    assert data.excluded == [[0, 1]]
+    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": ["a", "b"]}]))
+    assert passages(data, data.positives[0]) == ["a", "b"] and data.excluded == [[0, 1]]
+
+
+DOCUMENTS = {
+    "d0": ("The Sky", "It is  blue."),
+    "d1": ("the sky", "it is blue."),  # the same passage under another id
+    "d2": ("", "It is blue."),  # the same text without its title
+    "d3": ("Heaven", "It is blue."),  # and under another title
+    "d4": ("", ""),
+    "d5": ("Grass", "It is green."),
+    "d6": ("", "What colour is the sky?"),
+}
+QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
+
+
+def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_case(tmp_path):
+    folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)])
+    data = load_mining_data(folder)
+    assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
+    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3"], ["d5"]]
+    assert [[data.documents[row].id for row in rows] for rows in data.same_as_query] == [["d6"], []]
+    assert (data.record["passages_that_occur_again"], data.record["empty_passages"]) == (1, 1)
+
+
+def test_a_judgement_of_a_copy_counts_for_the_passage(tmp_path):
+    data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d1", 1), ("q1", "d5", 1)]))
+    assert [data.documents[row].id for row in data.positives[0]] == ["d0"]
+    assert 0 in data.excluded[0]
+
+
+def test_queries_of_the_same_text_share_their_positives(tmp_path):
+    queries = {"q0": "is it blue", "q1": "Is it  blue"}
+    data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, queries, [("q0", "d5", 1), ("q1", "d6", 1)]))
+    assert data.query_ids == ["q0", "q1"] and data.excluded[0] == data.excluded[1]
+    assert data.positives[0] == data.positives[1][::-1]
+
+
+def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_candidates(tmp_path):
+    data_file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
+    records = [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items()]
+    packed = tmp_path / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+    data = load_mining_data(data_file, packed)
+    assert data.pool_size == 5 and data.positives == [[1]]
+    assert [data.documents[row].id for row in data.excluded[0]] == ["d0", "d2", "d3"]
+    other = write_lines(tmp_path / "other.jsonl", [{"_id": "x", "text": "Nothing of the kind"}])
+    data = load_mining_data(data_file, other)
+    assert data.pool_size == 1 and data.positives == [[1]] and data.excluded == [[]]
+
+
+def test_positives_keep_the_spelling_of_the_data_and_get_the_ids_of_the_corpus(tmp_path):
+    texts = ["the sky it is blue.", "Grass It is green.", "new"]
+    file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": text} for text in texts])
+    corpus = write_lines(tmp_path / "c.jsonl", [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items()])
+    data = load_mining_data(file, corpus)
+    assert data.positive_documents == [
+        [("d0", "", "the sky it is blue."), ("d5", "Grass", "It is green."), ("passage-2", "", "new")]
+    ]
+    judged = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d1", 1)])
+    assert load_mining_data(judged).positive_documents == [[("d1", "the sky", "it is blue.")]]
+
+
+def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
+    folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
+    cleaned = write_lines(tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}])
+    data = load_mining_data(folder, cleaned)
+    assert data.excluded == [[0], []] and data.record["corpus"]["fingerprint"] != data.record["fingerprint"]
+
+
+def test_marked_finds_exactly_the_listed_rows(tmp_path):
+    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": p} for p in "abcd"]))
+    rng = np.random.default_rng(0)
+    listed = [sorted(rng.choice(4, size=n, replace=False).tolist()) for n in (0, 1, 2, 3, 4)]
+    rows, numbers = rng.integers(-1, 4, size=(5, 6)), np.array([4, 0, 2, 1, 3])
+    expected = [[row in listed[number] for row in line] for number, line in zip(numbers, rows.tolist(), strict=True)]
+    assert data.marked(listed, numbers, rows).tolist() == expected
+    assert not data.marked([[]] * 5, numbers, rows).any()
+
+
+@pytest.mark.parametrize(
+    ("qrels", "documents", "message"),
+    [
+        ([("q0", "d0", 0)], DOCUMENTS, "above 0"),
+        ([("q0", "d4", 1)], DOCUMENTS, "every positive passage is empty"),
+        ([("q0", "d4", 1)], {"d4": ("", " ")}, "no passage left"),
+    ],
+)
+def test_data_without_anything_to_mine_are_refused(tmp_path, qrels, documents, message):
+    with pytest.raises(DataError, match=message):
+        load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, qrels))
+
+
+def test_an_unknown_format_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="xlsx"):
+        load_mining_data(tmp_path / "p.jsonl", data_format="xlsx")
+
+
+def test_tables_with_columns_of_their_own_are_mined_too(tmp_path):
+    (tmp_path / "p.csv").write_text("ask,reply\nq1,a\nq2,b\n")
+    data = load_mining_data(tmp_path / "p.csv", columns={"query": "ask", "positive": "reply"})
+    assert data.queries == ["q1", "q2"] and [passages(data, rows) for rows in data.positives] == [["a"], ["b"]]
