@@ -168,7 +168,7 @@ class ContAccumLoss(nn.Module):
             query_ids, passage_ids: int64 (r,) each.
         """
         self._positives = PositivesTable(query_ids, passage_ids)
-        for loss_fn in self.info_nces.values():
+        for loss_fn in (*self.info_nces.values(), self._without_bank):
             loss_fn.know_positives(self._positives)  # type: ignore[operator]  # a BankedInfoNCE
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:

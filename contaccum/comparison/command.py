@@ -137,8 +137,7 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
     found = {}
     for run in plan.runs:
         data, topic = run.data, run.arguments.get("topic_column")
-        named = (data.data_format, tuple(data.data_columns or ()), data.split, topic)
-        key = (data.train_data, *named, data.num_hard_negatives, data.on_bad_record)
+        key = (topic, str(data))  # all of its settings
         if key not in known:
             loaded = load_data(data, topic)
             print(loaded.report.summary())

@@ -99,6 +99,15 @@ def read_hub(source: str, split: str, fields: Fields, rules: RecordRules, report
         row += table.num_rows
 
 
+def hub_fingerprint(source: str, split: str) -> str:
+    """What `datasets` calls the content of a dataset of the hub: another one when it changes there.
+
+    Raises:
+        DataError: it cannot be loaded, or has no such split.
+    """
+    return str(_load_from_hub(source, split)._fingerprint)
+
+
 def is_saved_dataset(path: str | Path) -> bool:
     """Whether `path` is a folder that `datasets.save_to_disk` wrote."""
     return any(all(os.path.isfile(os.path.join(path, name)) for name in names) for names in _SAVED)

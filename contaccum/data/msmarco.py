@@ -46,7 +46,7 @@ def read_msmarco(folder: Path, split: str, rules: RecordRules, report: RecordRep
     unpacked into a temporary file.
 
     Bad are: lines without their two, four or three columns, blank texts, an id twice, a judgement twice, a score that
-    is no integer, unknown ids, and, with `rules.num_negatives`, the judgements of a query with fewer triples.
+    is no integer, unknown ids, and the judgements of a query with fewer triples than the rules demand.
 
     Raises:
         DataError: a file is missing or cannot be used, nothing usable is left, or a bad record under "stop".

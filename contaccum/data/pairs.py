@@ -1,29 +1,37 @@
 """Training data as a `datasets.Dataset`: a query, its positive passage, and hard negatives if asked for.
 
-It takes the records of any format (`reading`) and gives text columns in the order that sentence-transformers' losses
-expect. It does not tokenize, shuffle, split or mine, and it writes nothing to a cache.
+It takes the records of any format (`reading`), keeps the rows that are made of them (`selection`) in files that are
+mapped into memory (`row_files`, `cache`), and gives text columns in the order that sentence-transformers' losses
+expect. It does not tokenize, shuffle, split or mine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from contaccum.data.arrow_tables import hub_fingerprint
+from contaccum.data.cache import files_of, source_key, stored
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS, JUDGED, DataFormat, sniff_format
 from contaccum.data.reading import read_records
-from contaccum.data.record import NEGATIVES_NOT_USED
-from contaccum.data.records import OnBadRecord, RecordReport, add_to_fingerprint, one_line
-from contaccum.errors import ConfigError
+from contaccum.data.record import NEGATIVES_NOT_USED, Record
+from contaccum.data.records import OnBadRecord, RecordReport, one_line
+from contaccum.data.row_files import FORMAT, RowWriter, open_rows, row_number_column
+from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
+from contaccum.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import Dataset
 
+    from contaccum.data.draws import Draws
+
 _REPEATED = "pairs that occur again, kept"
+_DROPPED = "too few hard negatives, dropped"
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,16 @@ class TrainingData:
 
     Attributes:
         dataset: text columns "query", "positive", "negative_1" .. "negative_h", in this order, and the topic if asked.
+            Where ``transform`` is at work, also a number for each row, "label".
         report: what became of every record that was read.
-        fingerprint: sha256, in hex, of the texts in order, whatever format they were in.
+        fingerprint: sha256, in hex, of the texts in order, whatever format they were in, with all that is drawn from.
         data_format: one of `DATA_FORMATS`.
         path: the file or folder, or the name of a dataset on the hub.
         name: its name without the extension.
+        transform: the dataset's transform, which draws what an epoch takes and gives the loss its ids; None where there
+            is nothing to draw and no query has several positives.
+        known_positives: int64 (r, 2), hashes of query and positive (`hash_texts`) for every pair of the queries that
+            have several positives, in one record or in many; None: there are none.
     """
 
     dataset: Dataset
@@ -45,6 +58,11 @@ class TrainingData:
     data_format: DataFormat
     path: Path
     name: str
+    transform: Draws | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def known_positives(self) -> np.ndarray | None:
+        return None if self.transform is None else self.transform.known
 
 
 def load_training_data(
@@ -56,36 +74,43 @@ def load_training_data(
     title_separator: str = " ",
     columns: Mapping[str, str] | None = None,
     topic_column: str | None = None,
+    positives: PositivesUsed | None = None,
+    negatives_from: int | None = None,
+    draw_negatives: bool = True,
+    missing_negatives: MissingNegatives = "fill",
 ) -> TrainingData:
-    """Read training pairs with `num_hard_negatives` (h) hard negatives each.
+    """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
 
-    The formats are those of `read_records`. A judgement above 0 of a BEIR or MS MARCO folder is one row; of any other
-    record, the first positive is used. A passage is (title + separator + text).strip(). Pairs that occur twice are
-    kept, and noted in the report.
+    The formats are those of `read_records`. Rows are kept in a cache on disk (`cache_folder`) under the path, size and
+    time of every file and the settings, and mapped into memory. A passage is (title + separator + text).strip(). Pairs
+    that occur twice are kept, and noted in the report.
+
+    Columns hold each row's first positive and first h negatives, which is what samplers see. Where something is drawn,
+    ``dataset[i]`` and a loader give the texts of the epoch instead: that which `ContAccumTrainer` has told
+    ``transform``, with its seed, or epoch 0. ``dataset.with_format(None)`` gives the columns as they are.
 
     Args:
         path: a file, plain or gzip, a folder, or the name of a Hugging Face dataset.
         data_format: one of `DATA_FORMATS`; None: told from the content.
         split: of a BEIR or MS MARCO folder or of a dataset; a file has no splits, and there it does nothing.
-        num_hard_negatives: h, the first of each record. One with fewer is a bad record; with 0, negatives are not
-            used and not checked.
+        num_hard_negatives: h; with 0, negatives are not used and not checked.
         on_bad_record: "stop" or "skip".
         title_separator: between a title and its text.
         columns: {role: name} for formats with named fields; see `read_records`.
-        topic_column: a field with a text or number in every record of a file, to become the last column.
+        topic_column: a field with a text or number in every record of a file, to become a column after the texts.
+        positives, negatives_from, draw_negatives, missing_negatives: see `Selection`.
 
     Raises:
-        ConfigError: an unknown format, hard negatives or topics from a format that has none, or columns that cannot
+        ConfigError: an unknown format, hard negatives or topics from a format that has none, or settings that cannot
             be used.
-        DataError: the source cannot be used, a bad record under "stop", or no row is left.
+        DataError: the source cannot be used, a bad record under "stop", no row is left, no record has a negative and
+            some were asked for, or the cache cannot be written.
     """
     source = Path(path)
     if data_format is not None and data_format not in DATA_FORMATS:
         raise ConfigError(f"data_format={data_format!r} is unknown (use one of {', '.join(DATA_FORMATS)})")
-    if isinstance(num_hard_negatives, bool) or not isinstance(num_hard_negatives, int) or num_hard_negatives < 0:
-        raise ConfigError(f"num_hard_negatives={num_hard_negatives!r} is not a number of texts (use 0 or more)")
-    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
-    if topic_column in names:
+    selection = Selection(num_hard_negatives, positives, negatives_from, draw_negatives, missing_negatives)
+    if topic_column is not None and re.fullmatch("query|positive|negative_[0-9]+", topic_column):
         raise ConfigError(
             f"topic_column={topic_column} is the name of a text column (call the topic's field otherwise)"
         )
@@ -99,33 +124,90 @@ def load_training_data(
                 f"{source} (mine them first, or set num_hard_negatives to 0)"
             )
         )
-    most = None if found in JUDGED else 1
-    records = read_records(path, found, split, mapping, report, title_separator, most, num_hard_negatives, topic_column)
-    names += [topic_column] if topic_column else []
-    rows: list[list[str]] = [[] for _ in names]
-    digest = hashlib.sha256()
-    pairs: set[int] = set()
-    for query, positives, negatives, topic in records:
-        for positive in positives:
-            texts = (query, positive, *negatives, *([topic] if topic is not None else []))
-            add_to_fingerprint(digest, *texts)
-            for column, text in zip(rows, texts, strict=True):
-                column.append(text)
-            # A hash is enough to count by, and keeps the texts from being held twice.
-            pairs.add(hash((query, positive)))
-    report.note(_REPEATED, len(rows[0]) - len(pairs))
-    report.refuse_if_nothing_left(source, len(rows[0]), "training pairs")
+    selection = selection.resolved(found, source.is_dir())
+    records = read_records(
+        path,
+        found,
+        split,
+        mapping,
+        report,
+        title_separator,
+        None,
+        selection.negatives_read,
+        topic_column,
+        selection.negatives_required,
+    )
+
+    def write(folder: Path) -> dict[str, Any]:
+        about = _write(records, folder, selection, topic_column, found, report)
+        _refuse_unusable(source, selection, about, report)
+        return {**about, "report": report.to_dict()}
+
+    # Of a dataset of the hub, its own fingerprint stands for its content.
+    content = [str(path), hub_fingerprint(str(path), split)] if found == "hub" and not source.exists() else []
+    settings = [found, split, on_bad_record, title_separator, mapping, topic_column, *astuple(selection)]
+    folder, about = stored(source_key(files_of(source), FORMAT, content, settings), write)
+    report.restore(about["report"])
     if data_format is None and found == "pairs" and (num_hard_negatives or report.notes[NEGATIVES_NOT_USED]):
         found = "triplets"
-
-    from datasets import Dataset
-
+    dataset, transform = _open(folder, about, topic_column)
     return TrainingData(
-        dataset=Dataset.from_dict(dict(zip(names, rows, strict=True))),
+        dataset=dataset,
         report=report,
-        fingerprint=digest.hexdigest(),
+        fingerprint=about["fingerprint"],
         data_format=found,
         path=source,
         # resolve(), so that "." has a name too.
         name=re.sub(r"(\.(jsonl|ndjson|json|csv|tsv|parquet))?(\.gz)?$", "", source.resolve().name),
+        transform=transform,
     )
+
+
+def _write(
+    records: Iterable[Record],
+    folder: Path,
+    selection: Selection,
+    topic_column: str | None,
+    found: DataFormat,
+    report: RecordReport,
+) -> dict[str, Any]:
+    writer = RowWriter(folder, selection, topic_column)
+    any_negative = False
+    try:
+        for record in records:
+            any_negative = any_negative or bool(record.negatives)
+            some = False
+            for row in selection.rows(record):
+                some = True
+                writer.add(row)
+            if not some:
+                report.leave_out(_DROPPED, len(record.positives) if found in JUDGED else 1)
+        about = writer.finish()
+    finally:
+        writer.close()
+    report.note(_REPEATED, about["repeated"])
+    if selection.positives == "draw":
+        report.note("rows with several positives, one drawn in each epoch", about["several"])
+    report.note("rows whose hard negatives are drawn in each epoch", about["drawn"])
+    report.note("rows with too few hard negatives, filled up with other passages", about["short"])
+    return {**about, "any_negative": any_negative}
+
+
+def _refuse_unusable(source: Path, selection: Selection, about: Mapping[str, Any], report: RecordReport) -> None:
+    h = selection.num_hard_negatives
+    any_record = about["rows"] or report.by_reason[_DROPPED]
+    if h and any_record and not about["any_negative"]:
+        mend = "mine some with `contaccum mine`, or set num_hard_negatives to 0"
+        raise DataError(one_line(f"{source}: num_hard_negatives={h}, but no record has a negative ({mend})"))
+    report.refuse_if_nothing_left(source, about["rows"], "training pairs")
+
+
+def _open(folder: Path, about: Mapping[str, Any], topic_column: str | None) -> tuple[Dataset, Draws | None]:
+    rows, lists, known = open_rows(folder)
+    number = row_number_column(topic_column)
+    if lists is None and known is None and not about["short"]:
+        return rows.remove_columns(number), None
+    from contaccum.data.draws import Draws
+
+    transform = Draws(rows, lists, known, number)
+    return rows.with_transform(transform), transform

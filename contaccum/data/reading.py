@@ -30,6 +30,7 @@ def read_records(
     max_positives: int | None = None,
     num_negatives: int | None = None,
     topic_column: str | None = None,
+    least_negatives: int | None = None,
 ) -> Iterator[Record]:
     """Yield the records of `source`, each a query with its positives and negatives in the order of the file.
 
@@ -51,7 +52,7 @@ def read_records(
         report: counts go here; when the records are read to their end, seen = used + reported. None: a new report,
             which stops at the first bad record.
         title_separator: between a title and its text.
-        max_positives, num_negatives: how many of each record; see `RecordRules`.
+        max_positives, num_negatives, least_negatives: how many of each record; see `RecordRules`.
         topic_column: a field with a text or number in every record of a file: its topic.
 
     Raises:
@@ -78,7 +79,7 @@ def read_records(
             )
         )
     fields = Fields(mapping, topic_column)
-    rules = RecordRules(title_separator, max_positives, num_negatives, topic_column)
+    rules = RecordRules(title_separator, max_positives, num_negatives, topic_column, least_negatives)
     report = RecordReport() if report is None else report
     if found == "beir":
         return _read_beir(path, split, rules, report)

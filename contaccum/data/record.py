@@ -33,7 +33,8 @@ class RecordRules:
     Attributes:
         title_separator: between a title and its text.
         max_positives: the first so many; None: all. Those that are not formed are not checked either.
-        num_negatives: the first so many, and a record with fewer is a bad one; None: all, however many.
+        num_negatives: the first so many; None: all.
+        least_negatives: a record with fewer is a bad one; None: `num_negatives`, or none where that is None.
         topic_column: the field with a record's topic; None: it has none.
     """
 
@@ -41,6 +42,7 @@ class RecordRules:
     max_positives: int | None = None
     num_negatives: int | None = None
     topic_column: str | None = None
+    least_negatives: int | None = None
 
     def positives(self, listed: list[Any], what: str, title: object = None) -> list[str]:
         """The passages of `listed`, each a text (whose title is `title`) or an object {"title", "text"}.
@@ -56,16 +58,17 @@ class RecordRules:
         """As `positives`; there may be none.
 
         Raises:
-            Fault: fewer than `num_negatives`, or one that is used is not text.
+            Fault: fewer than `least_negatives`, or one that is used is not text.
         """
         self.require_negatives(len(listed))
         return [passage_of(value, None, what, self.title_separator) for value in listed[: self.num_negatives]]
 
     def require_negatives(self, count: int) -> None:
-        """Raise `Fault` when a record has fewer negatives than `num_negatives`."""
-        if self.num_negatives is not None and count < self.num_negatives:
-            detail = f"{count} where num_hard_negatives is {self.num_negatives}"
-            raise Fault("too few hard negatives", detail, "lower num_hard_negatives")
+        """Raise `Fault` when a record has fewer negatives than `least_negatives`."""
+        least = self.num_negatives if self.least_negatives is None else self.least_negatives
+        if least is not None and count < least:
+            detail = f"{count} where num_hard_negatives is {least}"
+            raise Fault("too few hard negatives", detail, "lower num_hard_negatives, or set missing_negatives to fill")
 
     def topic(self, record: Mapping[str, Any]) -> str | None:
         """The topic of a record, a text or a number.

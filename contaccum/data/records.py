@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
@@ -131,6 +131,24 @@ class RecordReport:
         if len(self.entries) < ENTRIES_KEPT:
             self.entries.append(BadRecord(str(file), line, fault.reason))
 
+    def leave_out(self, reason: str, count: int = 1) -> None:
+        """Count records as left out that were counted as used: nothing is wrong with them, they are not wanted."""
+        self.used -= count
+        self.reported += count
+        self.by_reason[reason] += count
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold, for `restore`."""
+        counts = {name: dict(getattr(self, name)) for name in ("by_reason", "by_file", "notes")}
+        entries = [[entry.file, entry.line, entry.reason] for entry in self.entries]
+        return {"seen": self.seen, "used": self.used, "reported": self.reported, "entries": entries, **counts}
+
+    def restore(self, told: Mapping[str, Any]) -> None:
+        """Become what `to_dict` told."""
+        self.seen, self.used, self.reported = told["seen"], told["used"], told["reported"]
+        self.entries = [BadRecord(*entry) for entry in told["entries"]]
+        self.by_reason, self.by_file, self.notes = (Counter(told[name]) for name in ("by_reason", "by_file", "notes"))
+
     def summary(self) -> str:
         """One line: how many records were seen, used and left out, why, and where the first one is."""
         parts = [f"{self.seen} records: {self.used} used, {self.reported} left out"]
@@ -138,7 +156,7 @@ class RecordReport:
             parts[0] += f" ({', '.join(f'{n} {reason}' for reason, n in self.by_reason.most_common())})"
             if len(self.by_file) > 1:
                 parts.append("by file: " + ", ".join(f"{name} {n}" for name, n in self.by_file.items()))
-            parts.append(f"first: {self.entries[0].file}:{self.entries[0].line}")
+            parts += [f"first: {entry.file}:{entry.line}" for entry in self.entries[:1]]
         parts += [f"{remark}: {n}" for remark, n in self.notes.items()]
         return one_line("; ".join(parts))
 

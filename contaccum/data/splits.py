@@ -42,7 +42,7 @@ def split_pairs(
     target = Path(output)
     if target.exists():
         raise DataError(f"{target}: exists already; choose another folder or remove it")
-    dataset = load_training_data(source, on_bad_record="skip").dataset
+    dataset = load_training_data(source, on_bad_record="skip", positives="first").dataset.with_format(None)
     parts: dict[str, list[tuple[str, str, str]]] = {"train": [], "dev": [], "test": []}
     for query, passage in zip(dataset["query"], dataset["positive"], strict=True):
         digest = hashlib.sha256(passage.encode()).hexdigest()

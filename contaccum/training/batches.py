@@ -6,6 +6,7 @@ How batches are put together is in ``contaccum.data``. Nothing here knows the lo
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch import nn
 
+from contaccum.data.draws import Draws
 from contaccum.data.samplers import EpochBatchSampler, PlannedBatchSampler, text_columns
 from contaccum.data.text_columns import column_codes, column_lengths, column_numbers
 from contaccum.drift import MOVES_ENTRIES
@@ -79,6 +81,15 @@ def _lengths(args: ContAccumTrainingArguments, dataset: Any) -> np.ndarray | Non
     if not args.groups_by_length or args.length_column_name not in dataset.column_names:
         return None
     return column_numbers(dataset, args.length_column_name)
+
+
+def known_positives(draws: Iterable[Draws]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids of queries and passages, int64 (r,) each, that data sets know to belong together; None: there are none."""
+    found = [part.known for part in draws if part.known is not None]
+    if not found:
+        return None
+    pairs = torch.from_numpy(np.concatenate(found))
+    return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
 
 def make_batch_sampler(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
+    from contaccum.data.draws import Draws
     from contaccum.training.trainer import ContAccumTrainer
 
 TRAIN_LOG = "train_log.jsonl"
@@ -17,19 +18,21 @@ RUN_RECORD = "run.json"
 
 
 class EpochOrderCallback(TrainerCallback):
-    """Tells the batch samplers the epoch, through whatever wraps them.
+    """Tells the batch samplers the epoch, through whatever wraps them, and what is drawn from rows, the seed too.
 
     A resumed run reaches its sampler through two wrappers, and transformers looks through one only.
     """
 
-    def __init__(self, samplers: Iterable[Any]) -> None:
-        self.samplers = samplers
+    def __init__(self, samplers: Iterable[Any], draws: Iterable[Draws] = (), seed: int = 0) -> None:
+        self.samplers, self.draws, self.seed = samplers, draws, seed
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         for sampler in self.samplers:
             sampler.set_epoch(int(state.epoch or 0))
+        for draws in self.draws:
+            draws.set_epoch(int(state.epoch or 0), self.seed)
 
 
 class TrainLogCallback(TrainerCallback):

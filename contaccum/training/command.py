@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sentence_transformers.sentence_transformer.modules import Router
@@ -50,10 +51,10 @@ def load_data(arguments: DataArguments, topic_column: str | None = None) -> Trai
         arguments.train_data,
         data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
         split=arguments.split,
-        num_hard_negatives=arguments.num_hard_negatives,
         on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
         columns=parse_columns(arguments.data_columns),
         topic_column=topic_column,
+        **asdict(arguments.selection),
     )
 
 

@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS
+from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED, Selection
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -93,10 +94,46 @@ class DataArguments:
         default="train", metadata={"help": "Of a BEIR or MS MARCO folder, or of a Hugging Face dataset."}
     )
     num_hard_negatives: int = field(default=0, metadata={"help": "Hard negatives per query to use."})
+    positives: str | None = field(
+        default=None,
+        metadata={
+            "help": "Of records with several positives: draw one in each epoch, take the first, or make a row of each "
+            "(all). Default: all for BEIR and MS MARCO, whose judgements are pairs, draw for others.",
+            "choices": POSITIVES_USED,
+        },
+    )
+    negatives_from: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draw hard negatives from the first so many of a record. Default: all; 30 of an MS MARCO folder."
+        },
+    )
+    draw_negatives: bool = field(
+        default=True, metadata={"help": "Draw hard negatives anew in each epoch; false: always the first."}
+    )
+    missing_negatives: str = field(
+        default="fill",
+        metadata={
+            "help": "Records with fewer than num_hard_negatives: fill up with passages of other records, drop them (as "
+            "the paper does), or stop.",
+            "choices": MISSING_NEGATIVES,
+        },
+    )
     on_bad_record: str = field(
         default="stop",
         metadata={"help": "stop at a record that cannot be used, or skip and count it.", "choices": ("stop", "skip")},
     )
+
+    @property
+    def selection(self) -> Selection:
+        """How rows are made of records; raises `ConfigError` for settings that cannot work together."""
+        return Selection(
+            self.num_hard_negatives,
+            self.positives,  # type: ignore[arg-type]  # checked by it
+            self.negatives_from,
+            self.draw_negatives,
+            self.missing_negatives,  # type: ignore[arg-type]  # checked by it
+        )
 
 
 class _Parser(HfArgumentParser):
@@ -135,6 +172,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     model, data, args = parsed
     # Refused here, before anything is loaded.
     parse_columns(data.data_columns)
+    data.selection  # noqa: B018  # checks itself
     if data.data_format is not None and data.data_format not in DATA_FORMATS:
         close = difflib.get_close_matches(data.data_format, DATA_FORMATS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -41,7 +41,8 @@ def texts_fingerprint(dataset: Any) -> str | None:
     digest = hashlib.sha256()
     parts = dataset.values() if isinstance(dataset, dict) else [dataset]
     for part in parts:
-        for batch in part.iter(batch_size=1000):
+        # What is stored, not what an epoch draws from it.
+        for batch in part.with_format(None).iter(batch_size=1000):
             for row in zip(*batch.values(), strict=True):
                 for value in row:
                     data = str(value).encode()

@@ -23,6 +23,7 @@ from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, Mul
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
+from contaccum.data.draws import draws_of
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
@@ -30,6 +31,7 @@ from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMP
 from contaccum.training.batches import (
     RowFacts,
     describe_batches,
+    known_positives,
     make_batch_sampler,
     take_row_facts,
     warn_about_means,
@@ -96,6 +98,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
+        self._draws = draws_of(train_dataset)
+        self._known_positives = known_positives(self._draws + draws_of(eval_dataset))
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
         eval_dataset = without_facts(args, eval_dataset)
         if model is not None:
@@ -119,7 +123,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
-        self.add_callback(EpochOrderCallback(self._batch_samplers))
+        self.add_callback(EpochOrderCallback(self._batch_samplers, self._draws, self._order_seed(args.seed)))
         self.add_callback(TrainLogCallback(self))
 
     # The bank ------------------------------------------------------------------------------------------------------
@@ -128,8 +132,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
         losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
         for loss in losses:
-            if isinstance(loss, nn.Module):
-                yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
+            yield from _bank_losses(loss)
+
+    def prepare_loss(self, loss: Any, model: Any) -> nn.Module:
+        loss = super().prepare_loss(loss, model)
+        if self._known_positives is not None:
+            for bank_loss in _bank_losses(loss):
+                bank_loss.know_positives(*self._known_positives)
+        return loss
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Before the rest: transformers writes trainer_state.json last, so a checkpoint that has it has its bank.
@@ -179,7 +189,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         generator: torch.Generator | None = None,
         seed: int = 0,
     ) -> Any:
-        seed = seed if self.args.data_seed is None else self.args.data_seed
+        seed = self._order_seed(seed)
         parts = self.train_dataset if isinstance(self.train_dataset, dict) else {None: self.train_dataset}
         facts = next((self._row_facts.get(name, RowFacts()) for name, part in parts.items() if part is dataset), None)
         given = (batch_size, drop_last, valid_label_columns, generator, seed)
@@ -188,6 +198,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def get_multi_dataset_batch_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self._tell_epochs(super().get_multi_dataset_batch_sampler(*args, **kwargs))
+
+    def _order_seed(self, seed: int) -> int:
+        return seed if self.args.data_seed is None else self.args.data_seed
 
     def _tell_epochs(self, sampler: Any) -> Any:
         if hasattr(sampler, "set_epoch"):
@@ -375,6 +388,11 @@ def _check_negatives(args: ContAccumTrainingArguments, loss: Any, columns: list[
             f"method={args.method} with per_device_train_batch_size=1 and no hard negatives: a query has no negative "
             "and the loss is always 0. Raise the batch size, add hard negatives, or set method=contaccum"
         )
+
+
+def _bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
+    if isinstance(loss, nn.Module):
+        yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
 
 
 def _batch_size(inputs: dict[str, Any]) -> int:

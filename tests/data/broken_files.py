@@ -277,6 +277,7 @@ jsonl(
     '{"query": "q", "positive": "p", "negatives": []}',
     "too few hard negatives: 0 where",
     num_hard_negatives=1,
+    missing_negatives="stop",
 )
 case(
     "unknown field names",

@@ -210,6 +210,7 @@ msmarco(
     r"qrels\.train\.tsv:4: too few hard negatives: 0 where",
     (3, 1),
     num_hard_negatives=2,
+    missing_negatives="stop",
 )
 case(
     "no msmarco split",

@@ -51,10 +51,6 @@ def test_pairs_come_out_in_order_as_text_columns(tmp_path):
     assert (data.report.seen, data.report.used, data.report.reported) == (2, 2, 0)
 
 
-def test_dataset_lives_in_memory_and_leaves_no_cache_file(tmp_path):
-    assert load_training_data(write_lines(tmp_path / "a.jsonl", PAIRS)).dataset.cache_files == []
-
-
 @pytest.mark.parametrize("query", ["query", "anchor", "question"])
 @pytest.mark.parametrize("positive", ["positive", "passage", "answer", "text", "document", "pos"])
 def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path, query, positive):
@@ -74,8 +70,8 @@ NEGATIVES = [
 @pytest.mark.parametrize("negatives", NEGATIVES)
 def test_hard_negatives_are_the_first_h_in_their_own_columns(tmp_path, negatives):
     path = write_lines(tmp_path / "a.jsonl", [{"query": "q", "positive": "p", **negatives}])
-    one = load_training_data(path, num_hard_negatives=1)
-    assert one.data_format == "triplets"
+    one = load_training_data(path, num_hard_negatives=1, draw_negatives=False)
+    assert one.data_format == "triplets" and one.transform is None
     assert one.dataset.column_names == ["query", "positive", "negative_1"]
     assert one.dataset[0]["negative_1"] == "n1"
     none = load_training_data(path)
@@ -85,13 +81,15 @@ def test_hard_negatives_are_the_first_h_in_their_own_columns(tmp_path, negatives
         two = load_training_data(path, num_hard_negatives=2).dataset
         assert two.to_list() == [{"query": "q", "positive": "p", "negative_1": "n1", "negative_2": "n2"}]
     with pytest.raises(DataError, match=r"a\.jsonl:1: too few hard negatives.*\(lower num_hard_negatives"):
-        load_training_data(path, num_hard_negatives=3)
+        load_training_data(path, num_hard_negatives=3, missing_negatives="stop")
 
 
-def test_of_several_positives_the_first_is_used(tmp_path):
+def test_the_stored_positive_is_the_first(tmp_path):
     records = [{"query": "q", "pos": [{"title": "T", "text": "p1"}, "p2"], "neg": ["n"]}]
-    data = load_training_data(write_lines(tmp_path / "a.jsonl", records), title_separator=" | ")
-    assert data.dataset.to_list() == [{"query": "q", "positive": "T | p1"}]
+    for positives in ("draw", "first"):
+        path = write_lines(tmp_path / "a.jsonl", records)
+        data = load_training_data(path, title_separator=" | ", positives=positives)
+        assert data.dataset.to_list() == [{"query": "q", "positive": "T | p1", "label": 0}]
 
 
 BAD_PAIRS = [
@@ -139,10 +137,11 @@ BAD_NEGATIVES = [
 def test_every_bad_negative_names_its_line_and_reason(tmp_path, negatives, reason):
     good = {**PAIRS[0], "negative": "n"}
     path = write_lines(tmp_path / "a.jsonl", [good, {**PAIRS[1], **negatives}])
+    settings = {"num_hard_negatives": 1, "missing_negatives": "stop"}
     with pytest.raises(DataError) as caught:
-        load_training_data(path, num_hard_negatives=1)
+        load_training_data(path, **settings)
     assert str(caught.value).startswith(f"{path}:2: {reason}")
-    data = load_training_data(path, num_hard_negatives=1, on_bad_record="skip")
+    data = load_training_data(path, on_bad_record="skip", **settings)
     assert data.dataset.to_list() == [{"query": "q1", "positive": "p1", "negative_1": "n"}]
     assert data.report.entries == [BadRecord(str(path), 2, reason)]
     # Nobody asked for negatives: none is looked at.
@@ -177,13 +176,13 @@ def test_fingerprint_is_of_the_texts_whatever_holds_them(tmp_path):
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.data"])
 def test_dpr_gives_first_positive_and_first_hard_negatives_with_titles(tmp_path, name):
     path = write_array(tmp_path / name, [dpr("q1", [("T", "p"), ("U", "other")]), dpr("q2")])
-    data = load_training_data(path, num_hard_negatives=2)
+    data = load_training_data(path, num_hard_negatives=2, positives="first", draw_negatives=False)
     assert data.data_format == "dpr"
     assert data.dataset.to_list() == [
-        {"query": "q1", "positive": "T p", "negative_1": "H n1", "negative_2": "n2"},
-        {"query": "q2", "positive": "T p", "negative_1": "H n1", "negative_2": "n2"},
+        {"query": "q1", "positive": "T p", "negative_1": "H n1", "negative_2": "n2", "label": 0},
+        {"query": "q2", "positive": "T p", "negative_1": "H n1", "negative_2": "n2", "label": 1},
     ]
-    assert load_training_data(path).dataset.column_names == ["query", "positive"]
+    assert load_training_data(path).dataset.column_names == ["query", "positive", "label"]
 
 
 BAD_DPR = [
@@ -207,10 +206,11 @@ BAD_DPR = [
 @pytest.mark.parametrize(("bad", "reason"), BAD_DPR)
 def test_every_bad_dpr_record_names_its_line_and_reason(tmp_path, bad, reason):
     path = write_array(tmp_path / "a.json", [dpr("q1"), bad, dpr("q2")])
+    settings = {"num_hard_negatives": 1, "missing_negatives": "stop"}
     with pytest.raises(DataError) as caught:
-        load_training_data(path, num_hard_negatives=1)
+        load_training_data(path, **settings)
     assert str(caught.value).startswith(f"{path}:3: {reason}")
-    data = load_training_data(path, num_hard_negatives=1, on_bad_record="skip")
+    data = load_training_data(path, on_bad_record="skip", **settings)
     assert data.dataset["query"][:] == ["q1", "q2"]
     assert data.report.entries == [BadRecord(str(path), 3, reason)]
     assert (data.report.seen, data.report.used, data.report.reported) == (3, 2, 1)

@@ -37,7 +37,7 @@ def test_training_data_has_the_same_fingerprint_from_every_format(tmp_path, name
     assert data.fingerprint == base.fingerprint
     assert load_training_data(WRITERS[name](tmp_path)).dataset.column_names == ["query", "positive"]
     with pytest.raises(DataError, match="too few hard negatives: 2 where num_hard_negatives is 3"):
-        load_training_data(WRITERS[name](tmp_path), num_hard_negatives=3)
+        load_training_data(WRITERS[name](tmp_path), num_hard_negatives=3, missing_negatives="stop")
 
 
 @pytest.mark.parametrize("name", ["dpr.json", "tevatron.jsonl", "pairs.jsonl", "table.csv"])
@@ -129,7 +129,7 @@ def test_dpr_without_hard_negatives_falls_back_on_the_random_ones_and_says_so(tm
     assert [r.negatives for r in found] == [["negative a", "negative b"], ["random"], []]
     assert report.notes == {"records without hard_negative_ctxs, their negative_ctxs taken": 1}
     with pytest.raises(DataError, match=r"dpr\.json:1: too few hard negatives: 0"):
-        load_training_data(path, num_hard_negatives=1)
+        load_training_data(path, num_hard_negatives=1, missing_negatives="stop")
 
 
 def test_beir_gives_one_record_for_each_query_with_all_its_positives(tmp_path):

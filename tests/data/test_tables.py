@@ -129,7 +129,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(tmp_path, monkeypatch, s
     assert read(source)[0] == RECORDS and hub.calls == [call]
     assert load_training_data(source, num_hard_negatives=1).data_format == "hub"
     put_saved(tmp_path / source)
-    assert read(source)[0] == RECORDS and len(hub.calls) == 2
+    assert read(source)[0] == RECORDS and len(hub.calls) == 3
 
 
 def test_code_that_comes_with_a_dataset_is_refused_where_it_could_run(monkeypatch):

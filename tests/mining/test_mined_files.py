@@ -93,13 +93,13 @@ def test_what_is_written_is_read_back_as_training_data(model, request, tmp_path,
     mined = mine(model, data, num_negatives=3)
     name = "new/out.json" if output_format == "dpr" else "new/out.jsonl"
     path, _ = write_mined(mined, tmp_path / name, output_format)
-    dataset = load_training_data(path, num_hard_negatives=3).dataset
+    dataset = load_training_data(path, num_hard_negatives=3).dataset.with_format(None)
     expected = [
         [data.queries[q], data.documents[row].passage, *(data.documents[r].passage for r in mined.rows[q])]
         for q, rows in enumerate(data.positives)
         for row in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
     ]
-    assert [list(row.values()) for row in dataset] == expected
+    assert [list(row.values())[:5] for row in dataset] == expected
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, f"{path.name}.report.json"]
 
 

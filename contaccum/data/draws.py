@@ -1,0 +1,155 @@
+"""What an epoch takes of each row: one of its positives, h of its negatives, passages in place of missing ones.
+
+A transform for a `datasets.Dataset`, at work when rows are read. A draw is a function of (seed, epoch, row) alone, so
+that it is the same after a resume, in any worker and on any number of ranks, in whatever batch.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from contaccum.data.known_positives import positives_of
+from contaccum.data.text_columns import hash_texts
+from contaccum.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_SPARE = 8
+"""Passages drawn beyond those that are missing, for the case that some may not be used."""
+
+_TRIES = 1024
+"""Passages looked at before a row is said to have no other."""
+
+
+class Draws:
+    """Puts the epoch's texts in the place of a row's first ones, and its ids in the place of its number.
+
+    Columns keep their names and order. Where queries have several positives, the number becomes the 64-bit hashes of
+    the row's query, positive and negatives, which the loss takes for ids; elsewhere it is left out.
+
+    Args:
+        rows: of `row_files`, (N,): passages for rows with too few negatives are other rows' positives.
+        lists: what to draw from; None: nothing is drawn.
+        known: int64 (r, 2), the known positives of queries with several; None: there are none.
+        number: the column with a row's number.
+
+    Attributes:
+        known: as given.
+    """
+
+    def __init__(self, rows: Dataset, lists: Dataset | None, known: np.ndarray | None, number: str = "label") -> None:
+        import torch
+
+        self.known = known
+        self._number = number
+        self._negatives = [name for name in rows.column_names if re.fullmatch("negative_[0-9]+", name)]
+        self._passages = rows.select_columns(["positive"]).with_format("arrow")
+        self._lists = None if lists is None else lists.with_format("arrow")
+        # In shared memory, where the workers of a loader read it: they are copies of this process, or began anew.
+        self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+        # datasets copies a data set, format and all, to remove a column; the copy must be told the same epoch.
+        return self
+
+    @property
+    def seed(self) -> int:
+        """Of all draws."""
+        return int(self._clock[0])
+
+    @property
+    def epoch(self) -> int:
+        """Whose draws are read now."""
+        return int(self._clock[1])
+
+    def set_epoch(self, epoch: int, seed: int | None = None) -> None:
+        """Rows read from now on, here and in a loader's workers, are those of this epoch, counted from 0."""
+        if seed is not None:
+            self._clock[0] = seed
+        self._clock[1] = epoch
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Rows as lists by column. Without the column of row numbers they stay as they are."""
+        if self._number not in batch:
+            return batch
+        missing = [name for name in ("query", "positive") if name not in batch]
+        if missing:
+            raise ConfigError(
+                f"training data without its column {missing[0]!r}: what is drawn for a row belongs there. Keep the "
+                "names, or take the stored texts with dataset.with_format(None)"
+            )
+        batch = dict(batch)
+        numbers = batch.pop(self._number)
+        names = [name for name in self._negatives if name in batch]
+        rng = [np.random.default_rng([self.seed & (2**64 - 1), self.epoch, number]) for number in numbers]
+        positives = list(batch["positive"])
+        negatives = [list(row) for row in zip(*(batch[name] for name in names), strict=True)] or [[] for _ in numbers]
+        if self._lists is not None:
+            self._draw(numbers, rng, positives, negatives)
+        short = [row for row, texts in enumerate(negatives) if None in texts]
+        if short:
+            self._fill(short, rng, batch["query"], positives, negatives)
+        batch["positive"] = positives
+        batch |= {name: [row[place] for row in negatives] for place, name in enumerate(names)}
+        if self.known is not None:
+            texts = [list(row) for row in zip(batch["query"], positives, negatives, strict=True)]
+            flat = [text for query, positive, others in texts for text in (query, positive, *others)]
+            ids = hash_texts(pa.array(flat, pa.large_string())).reshape(len(numbers), 2 + len(names))
+            batch[self._number] = ids.tolist()
+        return batch
+
+    def _draw(self, numbers: list[int], rng: list[Any], positives: list[str], negatives: list[list[Any]]) -> None:
+        assert self._lists is not None
+        lists = self._lists[numbers]
+        pairs = zip(lists.column("positives").to_pylist(), lists.column("pool").to_pylist(), strict=True)
+        for row, (several, pool) in enumerate(pairs):
+            if several is not None:
+                positives[row] = several[int(rng[row].integers(len(several)))]
+            if pool is not None:
+                chosen = rng[row].permutation(len(pool))[: len(negatives[row])]
+                negatives[row] = [pool[place] for place in chosen]
+
+    def _fill(
+        self, short: list[int], rng: list[Any], queries: list[str], positives: list[str], negatives: list[list[Any]]
+    ) -> None:
+        """Put other rows' positives in the place of each None: random negatives, but not wrong ones."""
+        hashes = hash_texts(pa.array([queries[row] for row in short], pa.large_string())).tolist()
+        for row, query in zip(short, hashes, strict=True):
+            taken = [text for text in (positives[row], *negatives[row]) if text is not None]
+            forbidden = {*positives_of(query, self.known), *hash_texts(pa.array(taken, pa.large_string())).tolist()}
+            missing = negatives[row].count(None)
+            found: list[str] = []
+            tries = 0
+            while len(found) < missing and tries < _TRIES:
+                places = rng[row].integers(len(self._passages), size=missing - len(found) + _SPARE)
+                tries += len(places)
+                texts = self._passages[places.tolist()].column("positive")
+                for text, key in zip(texts.to_pylist(), hash_texts(texts).tolist(), strict=True):
+                    if key not in forbidden and len(found) < missing:
+                        forbidden.add(key)
+                        found.append(text)
+            given = [text for text in negatives[row] if text is not None]
+            if not given and not found:
+                raise DataError(
+                    "num_hard_negatives: a query without negatives, and no passage of the training data that is not "
+                    "a positive of it (set missing_negatives to drop, or num_hard_negatives to 0)"
+                )
+            # In a tiny set there may be too few other passages: then one is there twice.
+            others = given + found
+            negatives[row] = [others[i % len(others)] for i in range(len(given) + missing)]
+
+
+def draws_of(dataset: Any) -> list[Draws]:
+    """The draws of a data set, or of each of several by name; none for one that is what it is."""
+    if isinstance(dataset, dict):
+        return [draws for part in dataset.values() for draws in draws_of(part)]
+    transform = (getattr(dataset, "format", None) or {}).get("format_kwargs", {}).get("transform")
+    while isinstance(transform, partial):  # sentence-transformers wraps it to name the data set
+        transform = transform.keywords.get("transform")
+    return [transform] if isinstance(transform, Draws) else []
