@@ -72,10 +72,9 @@ def storing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
         mend = "free some space, or name another folder in the environment variable CONTACCUM_CACHE"
-        raise DataError(
-            one_line(f"{cache_folder()}: the data cannot be stored: {error.strerror or error} ({mend})")
-        ) from error
+        raise DataError(one_line(f"{cache_folder()}: the data cannot be stored: {reason} ({mend})")) from error
 
 
 def stored(key: str, write: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +21,11 @@ from contaccum.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_SPARE = 8
+_SPARE = 2
 """Passages drawn beyond those that are missing, for the case that some may not be used."""
 
-_TRIES = 1024
-"""Passages looked at before a row is said to have no other."""
+_TRIES = 256
+"""Times that more are drawn before a row is said to have no other."""
 
 
 class Draws:
@@ -49,7 +50,7 @@ class Draws:
         self.known = known
         self._number = number
         self._negatives = [name for name in rows.column_names if re.fullmatch("negative_[0-9]+", name)]
-        self._passages = rows.select_columns(["positive"]).with_format("arrow")
+        self._passages = _Passages(rows)
         self._lists = None if lists is None else lists.with_format("arrow")
         # In shared memory, where the workers of a loader read it: they are copies of this process, or began anew.
         self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
@@ -98,10 +99,9 @@ class Draws:
         batch["positive"] = positives
         batch |= {name: [row[place] for row in negatives] for place, name in enumerate(names)}
         if self.known is not None:
-            texts = [list(row) for row in zip(batch["query"], positives, negatives, strict=True)]
+            texts = zip(batch["query"], positives, negatives, strict=True)
             flat = [text for query, positive, others in texts for text in (query, positive, *others)]
-            ids = hash_texts(pa.array(flat, pa.large_string())).reshape(len(numbers), 2 + len(names))
-            batch[self._number] = ids.tolist()
+            batch[self._number] = np.array(_hashes(flat)).reshape(len(numbers), 2 + len(names)).tolist()
         return batch
 
     def _draw(self, numbers: list[int], rng: list[Any], positives: list[str], negatives: list[list[Any]]) -> None:
@@ -119,30 +119,63 @@ class Draws:
         self, short: list[int], rng: list[Any], queries: list[str], positives: list[str], negatives: list[list[Any]]
     ) -> None:
         """Put other rows' positives in the place of each None: random negatives, but not wrong ones."""
-        hashes = hash_texts(pa.array([queries[row] for row in short], pa.large_string())).tolist()
-        for row, query in zip(short, hashes, strict=True):
-            taken = [text for text in (positives[row], *negatives[row]) if text is not None]
-            forbidden = {*positives_of(query, self.known), *hash_texts(pa.array(taken, pa.large_string())).tolist()}
-            missing = negatives[row].count(None)
-            found: list[str] = []
-            tries = 0
-            while len(found) < missing and tries < _TRIES:
-                places = rng[row].integers(len(self._passages), size=missing - len(found) + _SPARE)
-                tries += len(places)
-                texts = self._passages[places.tolist()].column("positive")
-                for text, key in zip(texts.to_pylist(), hash_texts(texts).tolist(), strict=True):
-                    if key not in forbidden and len(found) < missing:
-                        forbidden.add(key)
-                        found.append(text)
-            given = [text for text in negatives[row] if text is not None]
-            if not given and not found:
+        given = {row: [text for text in negatives[row] if text is not None] for row in short}
+        wanted = {row: len(negatives[row]) - len(given[row]) for row in short}
+        found: dict[int, list[str]] = {row: [] for row in short}
+        forbidden = {}
+        keys = iter(_hashes([text for row in short for text in (queries[row], positives[row], *given[row])]))
+        for row in short:
+            known = positives_of(next(keys), self.known)
+            forbidden[row] = {*known, *(next(keys) for _ in range(1 + len(given[row])))}
+        tries, pending = 0, short
+        while pending and tries < _TRIES:
+            tries += 1
+            # Each row draws for itself, however many share the batch; all are looked up at once.
+            sizes = [wanted[row] - len(found[row]) + _SPARE for row in pending]
+            draws = zip(pending, sizes, strict=True)
+            places = np.concatenate([rng[row].integers(len(self._passages), size=size) for row, size in draws])
+            texts = self._passages.texts(places)
+            drawn = zip(texts, _hashes(texts), strict=True)
+            for row, size in zip(pending, sizes, strict=True):
+                for text, key in islice(drawn, size):
+                    if key not in forbidden[row] and len(found[row]) < wanted[row]:
+                        forbidden[row].add(key)
+                        found[row].append(text)
+            pending = [row for row in pending if len(found[row]) < wanted[row]]
+        for row in short:
+            others = given[row] + found[row]
+            if not others:
                 raise DataError(
                     "num_hard_negatives: a query without negatives, and no passage of the training data that is not "
                     "a positive of it (set missing_negatives to drop, or num_hard_negatives to 0)"
                 )
             # In a tiny set there may be too few other passages: then one is there twice.
-            others = given + found
-            negatives[row] = [others[i % len(others)] for i in range(len(given) + missing)]
+            negatives[row] = [others[i % len(others)] for i in range(len(negatives[row]))]
+
+
+class _Passages:
+    """The positives of rows, at any places: without the copies that a `Dataset` makes of each."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self._rows = rows
+        self._chunks = rows.data.column("positive").chunks
+        self._starts = np.cumsum([0, *map(len, self._chunks)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapped table is handed to another process by its file's name; pieces of it would be copied.
+        return _Passages, (self._rows,)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def texts(self, places: np.ndarray) -> list[str]:
+        chunks = np.searchsorted(self._starts, places, side="right") - 1
+        pairs = zip(chunks.tolist(), (places - self._starts[chunks]).tolist(), strict=True)
+        return [self._chunks[chunk][place].as_py() for chunk, place in pairs]
+
+
+def _hashes(texts: list[str]) -> list[int]:
+    return hash_texts(pa.array(texts, pa.large_string())).tolist()
 
 
 def draws_of(dataset: Any) -> list[Draws]:

@@ -171,9 +171,8 @@ def _write(
     found: DataFormat,
     report: RecordReport,
 ) -> dict[str, Any]:
-    writer = RowWriter(folder, selection, topic_column)
     any_negative = False
-    try:
+    with RowWriter(folder, selection, topic_column) as writer:
         for record in records:
             any_negative = any_negative or bool(record.negatives)
             some = False
@@ -183,8 +182,6 @@ def _write(
             if not some:
                 report.leave_out(_DROPPED, len(record.positives) if found in JUDGED else 1)
         about = writer.finish()
-    finally:
-        writer.close()
     report.note(_REPEATED, about["repeated"])
     if selection.positives == "draw":
         report.note("rows with several positives, one drawn in each epoch", about["several"])

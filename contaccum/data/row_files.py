@@ -1,13 +1,14 @@
 """Rows of training data as Arrow files, written as they come and mapped into memory: any number of rows in little.
 
 `rows.arrow` holds a column for each text. Where something is drawn, `lists.arrow` holds what from; where queries have
-several positives, `known.npy` holds these. It neither reads sources nor draws.
+several positives, `known.int64` holds these. It neither reads sources nor draws.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from contaccum.data.text_columns import hash_texts
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ROWS, LISTS, KNOWN = "rows.arrow", "lists.arrow", "known.npy"
+ROWS, LISTS, KNOWN = "rows.arrow", "lists.arrow", "known.int64"
 
 FORMAT = 1
 """To be raised whenever the readers or these files change, so that older files are not taken for new ones."""
@@ -82,13 +83,13 @@ class RowWriter:
         if self._batch:
             self._flush()
         with storing():
-            self.close()
+            self._close()
         queries, positives = (np.frombuffer(x, dtype=np.int64) for x in (self._queries, self._positives))
         repeated = len(queries) - count_distinct(queries, positives)
         known = several_positives(queries, positives)
         if len(known):
-            with storing():
-                np.save(self._folder / KNOWN, known)
+            with storing(), open(self._folder / KNOWN, "wb") as file:
+                file.write(known.data)
         return {
             "fingerprint": self._digest.hexdigest(),
             "rows": self.count,
@@ -98,8 +99,15 @@ class RowWriter:
             "short": self.short,
         }
 
-    def close(self) -> None:
-        """Close the files, complete or not."""
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open_files:
+            with suppress(OSError):  # on a full disk closing fails as well, and must not hide why
+                self._close()
+
+    def _close(self) -> None:
         while self._open_files:
             self._open_files.pop().close()
 
@@ -175,5 +183,6 @@ def open_rows(folder: Path) -> tuple[Dataset, Dataset | None, np.ndarray | None]
 
     rows = Dataset.from_file(str(folder / ROWS))
     lists = Dataset.from_file(str(folder / LISTS)) if (folder / LISTS).is_file() else None
-    known = np.load(folder / KNOWN, mmap_mode="r") if (folder / KNOWN).is_file() else None
-    return rows, lists, known
+    if not (folder / KNOWN).is_file():
+        return rows, lists, None
+    return rows, lists, np.memmap(folder / KNOWN, dtype=np.int64, mode="r").reshape(-1, 2)

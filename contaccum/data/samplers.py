@@ -28,9 +28,10 @@ class EpochBatchSampler(DefaultBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.sampler), generator=generator).tolist()  # type: ignore[arg-type]  # a Dataset
+        order = torch.randperm(len(self.sampler), generator=generator)  # type: ignore[arg-type]  # a Dataset
         for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
+            # A list of them all would take five times the memory of the tensor.
+            batch = order[start : start + self.batch_size].tolist()
             if len(batch) == self.batch_size or not self.drop_last:
                 yield batch
 
