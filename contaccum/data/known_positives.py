@@ -15,7 +15,8 @@ def count_distinct(queries: np.ndarray, positives: np.ndarray) -> int:
     if len(queries) == 0:
         return 0
     keys = queries.view(np.uint64) * _ODD
-    keys ^= keys >> np.uint64(32)
+    for start in range(0, len(keys), 1 << 20):
+        keys[start : start + (1 << 20)] ^= keys[start : start + (1 << 20)] >> np.uint64(32)
     keys += positives.view(np.uint64)
     keys.sort()
     return 1 + int(np.count_nonzero(keys[1:] != keys[:-1]))
@@ -27,21 +28,37 @@ def several_positives(queries: np.ndarray, positives: np.ndarray) -> np.ndarray:
     Args:
         queries, positives: int64 hashes of a query's and a positive's text for every pair of a data set.
     """
-    order = np.argsort(queries)
-    ordered, others = queries[order], positives[order]
-    del order
-    # Within a query's run some neighbours differ if and only if not all are the same.
-    differ = (ordered[1:] == ordered[:-1]) & (others[1:] != others[:-1])
-    several = np.unique(ordered[1:][differ])
-    if len(several) == 0:
+    ordered = np.sort(queries)
+    again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    del ordered
+    if len(again) == 0:
         return np.empty((0, 2), dtype=np.int64)
-    chosen = several[np.searchsorted(several, ordered).clip(max=len(several) - 1)] == ordered
-    ordered, others = ordered[chosen], others[chosen]
-    order = np.lexsort((others, ordered))
-    pairs = np.stack([ordered[order], others[order]], axis=1)
-    first = np.ones(len(pairs), dtype=bool)
-    first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
-    return pairs[first]
+    rows = np.flatnonzero(_among(queries, again))
+    queries, positives = (queries, positives) if len(rows) == len(queries) else (queries[rows], positives[rows])
+    del rows
+    order = np.lexsort((positives, queries))
+    pairs = np.empty((len(order), 2), dtype=np.int64)
+    pairs[:, 0], pairs[:, 1] = queries[order], positives[order]
+    del order
+    same_query = pairs[1:, 0] == pairs[:-1, 0]
+    other_pair = ~(same_query & (pairs[1:, 1] == pairs[:-1, 1]))
+    # With each pair once, a query has several positives if its pair has a neighbour of the same query.
+    chosen = np.concatenate([[True], other_pair])[: len(pairs)]
+    pairs = pairs if chosen.all() else pairs[chosen]
+    same_query = pairs[1:, 0] == pairs[:-1, 0]
+    several = np.zeros(len(pairs), dtype=bool)
+    several[1:] |= same_query
+    several[:-1] |= same_query
+    return pairs if several.all() else pairs[several]
+
+
+def _among(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    """Which values are in an ordered array: bool, a piece at a time, because places take eight times the memory."""
+    found = np.empty(len(values), dtype=bool)
+    for start in range(0, len(values), 1 << 20):
+        piece = values[start : start + (1 << 20)]
+        found[start : start + len(piece)] = ordered[np.searchsorted(ordered, piece).clip(max=len(ordered) - 1)] == piece
+    return found
 
 
 def positives_of(query: int, known: np.ndarray | None) -> list[int]:

@@ -34,7 +34,7 @@ def results(
 ) -> dict[str, Any]:
     evaluation = EvaluationSettings([places["beir"]], **settings)
     plan = make_plan(options, read_entries(methods, [], "contaccum"), {}, [3], folder=folder)
-    fingerprint = load_training_data(places["pairs"]).fingerprint
+    fingerprint = places.get("fingerprint") or load_training_data(places["pairs"]).fingerprint
     sets = [describe(dataset) for dataset in evaluation.load()]
     found = {}
     for run in plan.runs:
@@ -59,6 +59,30 @@ def test_every_method_starts_from_the_same_weights_and_sees_the_same_pairs_in_ea
             assert np.mean(scored["per_query"][metric]) == pytest.approx(scored["metrics"][metric])
         assert len(scored["query_ids"]) == 12 and result["curve"] == []
     assert json.loads(json.dumps(found)) == found
+
+
+def test_every_method_draws_the_same_and_how_it_draws_is_part_of_what_a_run_is(
+    options: Options, places: dict[str, str], tmp_path: Path
+):
+    path = tmp_path / "drawn.jsonl"
+    passages = sentences(150, 6)
+    records = [
+        {"query": query, "positives": passages[2 * i : 2 * i + 1 + i % 2], "negatives": passages[100 : 100 + i % 5]}
+        for i, query in enumerate(sentences(43, 1))
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = {**options, "train_data": [str(path)], "num_hard_negatives": ["2"], "num_train_epochs": ["3"]}
+    found = {}
+    for name, more in (("draw", {}), ("first", {"positives": ["first"]})):
+        plan_options = {**options, **more}
+        data = {key: value[0] for key, value in more.items()}
+        fingerprint = load_training_data(path, num_hard_negatives=2, **data).fingerprint  # type: ignore[arg-type]
+        found[name] = results(plan_options, {**places, "fingerprint": fingerprint}, tmp_path / name, METHODS[1:4])
+        assert len({result["data_order"] for result in found[name].values()}) == 1
+    draw, first = (found[name]["contaccum"] for name in ("draw", "first"))
+    assert draw["data_order"] != first["data_order"]
+    changed = differences(first["identity"], draw["identity"])
+    assert len(changed) == 2 and "positives was first, is default" in changed[0] and changed[1].startswith("train_data")
 
 
 def encoder(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:

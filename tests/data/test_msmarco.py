@@ -81,6 +81,21 @@ def test_two_ids_with_the_same_hash_keep_their_texts(tmp_path, monkeypatch):
     assert read(put_msmarco(tmp_path / "m"))[0] == RECORDS
 
 
+def test_negatives_are_drawn_from_the_first_thirty_triples_of_a_query(tmp_path):
+    folder = put_msmarco(tmp_path / "m")
+    put(folder / "collection.tsv", "".join(f"{i}\tpassage {i}\n" for i in range(100)))
+    put(folder / "queries.train.tsv", "7\tquery\n8\tother\n")
+    put(folder / "qrels.train.tsv", "7 0 0 1\n8 0 1 1\n")
+    put(folder / "qidpidtriples.train.full.2.tsv", "".join(f"7\t0\t{i}\n" for i in range(10, 90)))
+    for settings, most in (({}, 30), ({"negatives_from": 50}, 50), ({"draw_negatives": False}, 2)):
+        data = load_training_data(folder, num_hard_negatives=2, **settings)
+        seen = set()
+        for epoch in range(400):
+            data.transform.set_epoch(epoch)
+            seen |= {data.dataset[0][name] for name in ("negative_1", "negative_2")}
+        assert seen == {f"passage {i}" for i in range(10, 10 + most)}
+
+
 def test_text_triples_are_told_from_a_table_by_their_first_line(tmp_path):
     for name in ("triples.train.small.tsv", "triples.train.small.tsv.gz", "triples.txt"):
         path = put(tmp_path / name, text_triples())
