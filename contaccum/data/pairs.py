@@ -23,6 +23,7 @@ from contaccum.data.records import OnBadRecord, RecordReport, one_line
 from contaccum.data.row_files import FORMAT, RowWriter, open_rows, row_number_column
 from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
 from contaccum.errors import ConfigError, DataError
+from contaccum.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,14 +140,14 @@ def load_training_data(
     )
 
     def write(folder: Path) -> dict[str, Any]:
-        about = _write(records, folder, selection, topic_column, found, report)
+        about = _write(source, records, folder, selection, topic_column, found, report)
         _refuse_unusable(source, selection, about, report)
         return {**about, "report": report.to_dict()}
 
     # Of a dataset of the hub, its own fingerprint stands for its content.
     content = [str(path), hub_fingerprint(str(path), split)] if found == "hub" and not source.exists() else []
     settings = [found, split, on_bad_record, title_separator, mapping, topic_column, *astuple(selection)]
-    folder, about = stored(source_key(files_of(source), FORMAT, content, settings), write)
+    folder, about = stored(source_key(files_of(source), __version__, FORMAT, content, settings), write)
     report.restore(about["report"])
     if data_format is None and found == "pairs" and (num_hard_negatives or report.notes[NEGATIVES_NOT_USED]):
         found = "triplets"
@@ -164,6 +165,7 @@ def load_training_data(
 
 
 def _write(
+    source: Path,
     records: Iterable[Record],
     folder: Path,
     selection: Selection,
@@ -180,7 +182,7 @@ def _write(
                 some = True
                 writer.add(row)
             if not some:
-                report.leave_out(_DROPPED, len(record.positives) if found in JUDGED else 1)
+                report.leave_out(source, _DROPPED, len(record.positives) if found in JUDGED else 1)
         about = writer.finish()
     report.note(_REPEATED, about["repeated"])
     if selection.positives == "draw":

@@ -131,11 +131,12 @@ class RecordReport:
         if len(self.entries) < ENTRIES_KEPT:
             self.entries.append(BadRecord(str(file), line, fault.reason))
 
-    def leave_out(self, reason: str, count: int = 1) -> None:
+    def leave_out(self, file: str | Path, reason: str, count: int = 1) -> None:
         """Count records as left out that were counted as used: nothing is wrong with them, they are not wanted."""
         self.used -= count
         self.reported += count
         self.by_reason[reason] += count
+        self.by_file[str(file)] += count
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold, for `restore`."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROWS, LISTS, KNOWN = "rows.arrow", "lists.arrow", "known.int64"
 
 FORMAT = 1
-"""To be raised whenever the readers or these files change, so that older files are not taken for new ones."""
+"""To be raised between releases when the readers or these files change, so that older files are not taken for new."""
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 10_000, 8_000_000
 _LIST_SCHEMA = pa.schema([("positives", pa.list_(pa.string())), ("pool", pa.list_(pa.string()))])

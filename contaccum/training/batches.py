@@ -6,7 +6,7 @@ How batches are put together is in ``contaccum.data``. Nothing here knows the lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,19 @@ def _lengths(args: ContAccumTrainingArguments, dataset: Any) -> np.ndarray | Non
     return column_numbers(dataset, args.length_column_name)
 
 
-def known_positives(draws: Iterable[Draws]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ids of queries and passages, int64 (r,) each, that data sets know to belong together; None: there are none."""
+def known_positives(
+    args: ContAccumTrainingArguments, draws: Sequence[Draws]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids of queries and passages, int64 (r,) each, that data sets know to belong together; None: there are none.
+
+    Raises:
+        ConfigError: batches are to be made by label, where the label of data that is drawn from numbers its rows.
+    """
+    if draws and getattr(args.batch_sampler, "value", args.batch_sampler) == "group_by_label":
+        raise ConfigError(
+            "batch_sampler=group_by_label with training data whose label is a row's number, to draw its texts by: use "
+            "topic_column for batches of one kind"
+        )
     found = [part.known for part in draws if part.known is not None]
     if not found:
         return None

@@ -99,7 +99,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
         self._draws = draws_of(train_dataset)
-        self._known_positives = known_positives(self._draws + draws_of(eval_dataset))
+        self._known_positives = known_positives(args, self._draws + draws_of(eval_dataset))
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
         eval_dataset = without_facts(args, eval_dataset)
         if model is not None:

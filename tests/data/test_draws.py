@@ -169,6 +169,7 @@ def test_dropped_records_are_left_out_and_counted(tmp_path: Path) -> None:
     report = data.report
     assert (report.seen, report.used, report.reported) == (30, 20, 10)
     assert report.by_reason == {"too few hard negatives, dropped": 10}
+    assert report.by_file == {str(path): 10}
     assert "30 records: 20 used, 10 left out (10 too few hard negatives, dropped)" in report.summary()
     with pytest.raises(DataError, match=r"a\.jsonl:1: too few hard negatives: 0 where"):
         load_training_data(path, num_hard_negatives=H, missing_negatives="stop")

@@ -18,6 +18,7 @@ from contaccum import ContAccumTrainer
 from contaccum.comparison.trainer import ComparedTrainer
 from contaccum.data import TrainingData, load_training_data
 from contaccum.data.draws import draws_of
+from contaccum.errors import ConfigError
 from contaccum.training.command import load_data
 from contaccum.training.config import parse
 
@@ -177,6 +178,12 @@ def test_topics_lengths_and_duplicates_go_by_what_is_stored(build: Any, tmp_path
     texts = [[row[name] for name in stored.column_names[:4]] for row in stored]
     assert sampler.lengths.tolist() == [sum(len(text or "") for text in row) for row in texts]
     trainer.train()
+
+
+def test_batches_by_label_are_refused_where_the_label_is_a_number(build: Any, tmp_path: Path) -> None:  # noqa: F811
+    args = arguments(tmp_path / "run", batch_sampler="group_by_label")
+    with pytest.raises(ConfigError, match="batch_sampler=group_by_label with training data whose label"):
+        ContAccumTrainer(model=build(), args=args, train_dataset=load(tmp_path).dataset)
 
 
 def test_settings_of_data_reach_the_reader_from_the_command_line(tmp_path: Path) -> None:
