@@ -137,9 +137,10 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
     found = {}
     for run in plan.runs:
         data, topic = run.data, run.arguments.get("topic_column")
-        key = (topic, str(data))  # all of its settings
+        mines = run.arguments.get("refresh_negatives_every") is not None
+        key = (topic, mines, str(data))  # all of its settings
         if key not in known:
-            loaded = load_data(data, topic)
+            loaded = load_data(data, topic, mines)
             print(loaded.report.summary())
             known[key] = loaded.fingerprint
         found[run.name] = known[key]

@@ -72,7 +72,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from contaccum.comparison.trainer import ComparedTrainer
     from contaccum.evaluation.model_record import model_fingerprint
     from contaccum.evaluation.provenance import git_commit, package_versions
-    from contaccum.training.command import load_data, load_model
+    from contaccum.training.command import load_data, load_mining_data_of, load_model
     from contaccum.training.config import parse
     from contaccum.training.curves import read_log
 
@@ -80,7 +80,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("threads"):
         torch.set_num_threads(int(job["threads"]))
     model_args, data_args, args = parse(job["options"])
-    data = load_data(data_args, args.topic_column)
+    data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
     if data.fingerprint != job["identity"]["train_data"]:
         raise DataError(f"{data_args.train_data}: has changed since this comparison began; start it again")
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
@@ -88,7 +88,12 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     initial_weights = model_fingerprint(model)
     evaluator = Evaluator(EvaluationSettings(**job["evaluation"]), args.similarity)
     trainer = ComparedTrainer(
-        model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint, quiet=True
+        model=model,
+        args=args,
+        train_dataset=data.dataset,
+        data_fingerprint=data.fingerprint,
+        mining_data=load_mining_data_of(data_args, args),
+        quiet=True,
     )
     curve = CurveCallback(trainer, evaluator)
     trainer.add_callback(curve)

@@ -25,7 +25,9 @@ class ComparedTrainer(ContAccumTrainer):
         self.add_callback(_CloseUpdate(self))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        seen = pairs_hash(inputs)
+        # Negatives that each run mines for itself are no part of what all runs have in common.
+        own = () if self.refresh is None else tuple(f"{name}_" for name in self.refresh.columns)
+        seen = pairs_hash({key: value for key, value in inputs.items() if not key.startswith(own)})
         if seen is not None:
             self._open_update = seen if self._open_update is None else self._open_update + seen
         return super().training_step(model, inputs, num_items_in_batch)

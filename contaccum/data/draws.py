@@ -42,7 +42,10 @@ class Draws:
 
     Attributes:
         known: as given.
+        gives_numbers: keep a row's number, before its ids where there are any.
     """
+
+    gives_numbers = False
 
     def __init__(self, rows: Dataset, lists: Dataset | None, known: np.ndarray | None, number: str = "label") -> None:
         import torch
@@ -101,8 +104,18 @@ class Draws:
         if self.known is not None:
             texts = zip(batch["query"], positives, negatives, strict=True)
             flat = [text for query, positive, others in texts for text in (query, positive, *others)]
-            batch[self._number] = np.array(_hashes(flat)).reshape(len(numbers), 2 + len(names)).tolist()
+            ids = np.array(_hashes(flat)).reshape(len(numbers), 2 + len(names))
+            batch[self._number] = (np.column_stack([numbers, ids]) if self.gives_numbers else ids).tolist()
+        elif self.gives_numbers:
+            batch[self._number] = numbers
         return batch
+
+    def further_positives(self, number: int) -> list[str]:
+        """What else a row may draw as its positive."""
+        if self._lists is None:
+            return []
+        several = self._lists[number : number + 1].column("positives")[0].as_py()
+        return several[1:] if several else []
 
     def _draw(self, numbers: list[int], rng: list[Any], positives: list[str], negatives: list[list[Any]]) -> None:
         assert self._lists is not None

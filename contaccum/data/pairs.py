@@ -79,6 +79,7 @@ def load_training_data(
     negatives_from: int | None = None,
     draw_negatives: bool = True,
     missing_negatives: MissingNegatives = "fill",
+    negatives_to_come: bool = False,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
 
@@ -100,6 +101,7 @@ def load_training_data(
         columns: {role: name} for formats with named fields; see `read_records`.
         topic_column: a field with a text or number in every record of a file, to become a column after the texts.
         positives, negatives_from, draw_negatives, missing_negatives: see `Selection`.
+        negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
 
     Raises:
         ConfigError: an unknown format, hard negatives or topics from a format that has none, or settings that cannot
@@ -118,7 +120,7 @@ def load_training_data(
     report = RecordReport(on_bad_record)
     mapping = parse_columns(columns)
     found = data_format or sniff_format(path, mapping)
-    if num_hard_negatives and (found == "beir" or data_format == "pairs"):
+    if num_hard_negatives and not negatives_to_come and (found == "beir" or data_format == "pairs"):
         raise ConfigError(
             one_line(
                 f"num_hard_negatives={num_hard_negatives}, but data_format={found} has no hard negatives: "
@@ -141,12 +143,13 @@ def load_training_data(
 
     def write(folder: Path) -> dict[str, Any]:
         about = _write(source, records, folder, selection, topic_column, found, report)
-        _refuse_unusable(source, selection, about, report)
+        _refuse_unusable(source, selection, about, report, negatives_to_come)
         return {**about, "report": report.to_dict()}
 
     # Of a dataset of the hub, its own fingerprint stands for its content.
     content = [str(path), hub_fingerprint(str(path), split)] if found == "hub" and not source.exists() else []
     settings = [found, split, on_bad_record, title_separator, mapping, topic_column, *astuple(selection)]
+    settings += ["negatives_to_come"] if negatives_to_come else []
     folder, about = stored(source_key(files_of(source), __version__, FORMAT, content, settings), write)
     report.restore(about["report"])
     if data_format is None and found == "pairs" and (num_hard_negatives or report.notes[NEGATIVES_NOT_USED]):
@@ -192,10 +195,12 @@ def _write(
     return {**about, "any_negative": any_negative}
 
 
-def _refuse_unusable(source: Path, selection: Selection, about: Mapping[str, Any], report: RecordReport) -> None:
+def _refuse_unusable(
+    source: Path, selection: Selection, about: Mapping[str, Any], report: RecordReport, negatives_to_come: bool
+) -> None:
     h = selection.num_hard_negatives
     any_record = about["rows"] or report.by_reason[_DROPPED]
-    if h and any_record and not about["any_negative"]:
+    if h and any_record and not (about["any_negative"] or negatives_to_come):
         mend = "mine some with `contaccum mine`, or set num_hard_negatives to 0"
         raise DataError(one_line(f"{source}: num_hard_negatives={h}, but no record has a negative ({mend})"))
     report.refuse_if_nothing_left(source, about["rows"], "training pairs")

@@ -119,6 +119,27 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             "those of an update if they are 8 or more, else of as many updates as make 16."
         },
     )
+    refresh_negatives_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Mine the hard negatives anew with the model in training, every so many updates, as ANCE does; and "
+            "before the first where the data have none. Default: never."
+        },
+    )
+    refresh_corpus: str | None = field(
+        default=None,
+        metadata={"help": "Where to mine. Default: the corpus of a BEIR folder, else the positives of the data."},
+    )
+    refresh_pool: int = field(
+        default=30, metadata={"help": "Negatives mined per query; each epoch draws as many as a row takes."}
+    )
+    refresh_range_max: int | None = field(
+        default=None, metadata={"help": "Mine none beyond this rank. Default: ten times refresh_pool."}
+    )
+    refresh_relative_margin: float = field(
+        default=0.05,
+        metadata={"help": "Mine none that scores above (1 - this) of the positive's score, as it may be relevant."},
+    )
     grad_cache_mini_batch_size: int | None = field(
         default=None,
         metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
@@ -186,6 +207,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             )
         if self.fp16 and self.bf16:
             raise ConfigError("fp16=true with bf16=true: choose one")
+        self._check_refresh()
         self._check_batches()
         bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
         check_settings(
@@ -196,6 +218,25 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self.normalize_by,
             self.drift_compensation,
         )
+
+    def _check_refresh(self) -> None:
+        if self.refresh_negatives_every is None:
+            for name in ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)} without refresh_negatives_every: nothing is mined. Set it to a "
+                        f"number of updates, or drop {name}"
+                    )
+            return
+        if self.refresh_negatives_every < 1:
+            raise ConfigError(
+                f"refresh_negatives_every must be at least 1 update, got {self.refresh_negatives_every}; drop it to "
+                "keep the negatives of the data"
+            )
+        if self.fsdp:
+            raise ConfigError(
+                "refresh_negatives_every with fsdp: one rank mines, and would need the whole model. Drop one of them"
+            )
 
     def _check_batches(self) -> None:
         strategy = str(getattr(self, "train_sampling_strategy", "random"))

@@ -24,6 +24,9 @@ from contaccum.encoders import (
     set_max_lengths,
 )
 from contaccum.errors import ConfigError, UserError
+from contaccum.mining.pool import MiningData
+from contaccum.mining.sources import load_mining_data
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
 
@@ -33,11 +36,18 @@ def run(argv: Sequence[str]) -> int:
     model_args, data_args, args = parse(argv)
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
-    data = load_data(data_args, args.topic_column)
+    data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
     print(data.report.summary())
+    mining_data = load_mining_data_of(data_args, args)
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
-    trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint)
+    trainer = ContAccumTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.dataset,
+        data_fingerprint=data.fingerprint,
+        mining_data=mining_data,
+    )
     trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, output_dir))
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
@@ -45,7 +55,23 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def load_data(arguments: DataArguments, topic_column: str | None = None) -> TrainingData:
+def load_mining_data_of(arguments: DataArguments, args: ContAccumTrainingArguments) -> MiningData | None:
+    """What hard negatives are mined in while training: the same data, and its corpus or another; None if none are."""
+    if args.refresh_negatives_every is None:
+        return None
+    return load_mining_data(
+        arguments.train_data,
+        args.refresh_corpus,
+        data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
+        split=arguments.split,
+        on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
+        columns=parse_columns(arguments.data_columns),
+    )
+
+
+def load_data(
+    arguments: DataArguments, topic_column: str | None = None, negatives_to_come: bool = False
+) -> TrainingData:
     """The training data that the arguments name, with its topics if asked."""
     return load_training_data(
         arguments.train_data,
@@ -54,6 +80,7 @@ def load_data(arguments: DataArguments, topic_column: str | None = None) -> Trai
         on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
         columns=parse_columns(arguments.data_columns),
         topic_column=topic_column,
+        negatives_to_come=negatives_to_come,
         **asdict(arguments.selection),
     )
 

@@ -170,6 +170,11 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     if unknown:
         raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "on the command line"))
     model, data, args = parsed
+    if args.refresh_negatives_every is not None and not data.num_hard_negatives:
+        raise ConfigError(
+            f"refresh_negatives_every={args.refresh_negatives_every} with num_hard_negatives=0: no query takes a "
+            "negative. Set num_hard_negatives, or drop refresh_negatives_every"
+        )
     # Refused here, before anything is loaded.
     parse_columns(data.data_columns)
     data.selection  # noqa: B018  # checks itself

@@ -27,6 +27,7 @@ from contaccum.data.draws import draws_of
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
+from contaccum.mining.pool import MiningData
 from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
 from contaccum.training.batches import (
     RowFacts,
@@ -40,6 +41,7 @@ from contaccum.training.batches import (
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
+from contaccum.training.refresh import make_refresh, with_row_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         train_dataset: columns in order query, positive, then any number of negatives.
         loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
         data_fingerprint: written into ``run.json``; None: computed from the texts.
+        mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
         quiet: do not print what the run will do.
         Others: as in SentenceTransformerTrainer.
 
@@ -90,6 +93,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: Any = None,
         *,
         data_fingerprint: str | None = None,
+        mining_data: MiningData | None = None,
         quiet: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -98,6 +102,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
+        if args.refresh_negatives_every is not None:
+            train_dataset = with_row_numbers(train_dataset)
         self._draws = draws_of(train_dataset)
         self._known_positives = known_positives(args, self._draws + draws_of(eval_dataset))
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
@@ -112,12 +118,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             warn_about_means(args, loss)
         elif loss is None:
             loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
+        self.refresh = make_refresh(args, train_dataset, mining_data)
         self.data_fingerprint = data_fingerprint
         self.quiet = quiet
         self.tower_grad_norms: TowerGradNorms | None = None
         self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
         self._batch_samplers: weakref.WeakSet[Any] = weakref.WeakSet()  # a sampler lives as long as its loader
         self.update: dict[str, Any] = {}
+        self.mined: dict[str, float] = {}
         self._update_started = 0.0
         self._collapse = CollapseWatch()
         super().__init__(
@@ -151,15 +159,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             }
             if self.balancer is not None:
                 state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
+            folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            os.makedirs(folder, exist_ok=True)
             if state:
-                folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-                os.makedirs(folder, exist_ok=True)
                 save_file(state, os.path.join(folder, BANK_FILE))
+            if self.refresh is not None:
+                self.refresh.save(folder)
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         losses = list(self.bank_losses())
+        if checkpoint is not None and self.refresh is not None:
+            self.refresh.load(checkpoint)
         if checkpoint is None or not (losses or self.balancer):
             return
         path = os.path.join(checkpoint, BANK_FILE)
@@ -215,6 +227,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         finally:
             self.args.learning_rate = given
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if self.refresh is not None and batches:
+            if self.refresh.due(self.state.global_step):
+                model = self.accelerator.unwrap_model(self.model_wrapped)
+                self.mined = self.refresh.mine(model, self.state.global_step, self.is_world_process_zero())
+            batches = [self.refresh.renew(batch, self.data_collator) for batch in batches]
+        return batches, items
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if self.tower_grad_norms is None:
             self.tower_grad_norms = TowerGradNorms(self.accelerator.unwrap_model(model), self.balancer)
@@ -266,7 +287,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             record |= loss_fn.drift_record()
             for warning in self._collapse.observe(record):
                 logger.warning(warning)
-        self.update, self._update_started = {}, now
+        record |= self.mined
+        self.update, self.mined, self._update_started = {}, {}, now
         self._last_record = record
         return record
 
