@@ -140,7 +140,7 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
         key = (topic, str(data))  # all of its settings
         if key not in known:
             loaded = load_data(data, topic)
-            print(loaded.report.summary())
+            print(loaded.summary())
             known[key] = loaded.fingerprint
         found[run.name] = known[key]
     return found

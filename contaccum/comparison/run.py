@@ -72,7 +72,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from contaccum.comparison.trainer import ComparedTrainer
     from contaccum.evaluation.model_record import model_fingerprint
     from contaccum.evaluation.provenance import git_commit, package_versions
-    from contaccum.training.command import load_data, load_model
+    from contaccum.training.command import load_data, load_model, take_prompts
     from contaccum.training.config import parse
     from contaccum.training.curves import read_log
 
@@ -82,9 +82,10 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     model_args, data_args, args = parse(job["options"])
     data = load_data(data_args, args.topic_column)
     if data.fingerprint != job["identity"]["train_data"]:
-        raise DataError(f"{data_args.train_data}: has changed since this comparison began; start it again")
+        raise DataError(f"{' '.join(data_args.train_data)}: has changed since this comparison began; start it again")
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
     model = load_model(model_args, device=str(args.device))
+    take_prompts(args, data, model)
     initial_weights = model_fingerprint(model)
     evaluator = Evaluator(EvaluationSettings(**job["evaluation"]), args.similarity)
     trainer = ComparedTrainer(
@@ -125,7 +126,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "updates": trainer.state.global_step,
         "learning_rate": args.scaled_learning_rate,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "train_pairs": len(data.dataset),
+        "train_pairs": sum(map(len, rows.values())) if isinstance(rows := data.dataset, dict) else len(rows),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds) if seconds else None,
         "evaluation_seconds": evaluation_seconds,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sentence_transformers.sentence_transformer.modules import Router
 from transformers import set_seed
@@ -14,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.fields import parse_columns
 from contaccum.data.pairs import TrainingData, load_training_data
+from contaccum.data.training_sets import TrainingSets, load_training_sets
 from contaccum.encoders import (
     DualEncoder,
     freeze_word_embeddings,
@@ -24,6 +26,7 @@ from contaccum.encoders import (
     set_max_lengths,
 )
 from contaccum.errors import ConfigError, UserError
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
 
@@ -34,10 +37,17 @@ def run(argv: Sequence[str]) -> int:
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
     data = load_data(data_args, args.topic_column)
-    print(data.report.summary())
+    print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
-    trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint)
+    take_prompts(args, data, model)
+    trainer = ContAccumTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.dataset,
+        data_fingerprint=data.fingerprint,
+        data_sets=data.records(),
+    )
     trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, output_dir))
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
@@ -45,10 +55,13 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def load_data(arguments: DataArguments, topic_column: str | None = None) -> TrainingData:
+def load_data(arguments: DataArguments, topic_column: str | None = None) -> TrainingData | TrainingSets:
     """The training data that the arguments name, with its topics if asked."""
+    if not arguments.is_one_path:
+        on_bad_record: Any = arguments.on_bad_record  # checked by the parser
+        return load_training_sets(arguments.sets, on_bad_record, topic_column)
     return load_training_data(
-        arguments.train_data,
+        arguments.train_data[0],
         data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
         split=arguments.split,
         on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
@@ -56,6 +69,16 @@ def load_data(arguments: DataArguments, topic_column: str | None = None) -> Trai
         topic_column=topic_column,
         **asdict(arguments.selection),
     )
+
+
+def take_prompts(args: ContAccumTrainingArguments, data: TrainingData | TrainingSets, model: DualEncoder) -> None:
+    """Prompts that training sets have of their own, for the trainer; others are the model's."""
+    prompts = data.prompts(model.prompts)
+    if prompts is None:
+        return
+    if args.prompts is not None:
+        raise ConfigError("prompts with a query_prompt or passage_prompt in train_data: say it once")
+    args.prompts = prompts
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:

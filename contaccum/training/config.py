@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +15,10 @@ from transformers import HfArgumentParser
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS
 from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED, Selection
+from contaccum.data.training_sets import TrainingSet, parse_training_sets
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.set_sampling import named_weights, take_set_sampling
 
 
 @dataclass
@@ -67,12 +69,12 @@ class ModelArguments:
 class DataArguments:
     """What to train it on."""
 
-    train_data: str = field(
-        default="",
+    train_data: list[str] = field(
+        default_factory=list,
         metadata={
             "help": "A folder (BEIR, MS MARCO, or saved by datasets), a file (DPR json, Tevatron or pair/triplet "
             "jsonl, csv, tsv, MS MARCO triples, parquet; text may be .gz), or a Hugging Face dataset, NAME or "
-            "NAME:CONFIG."
+            "NAME:CONFIG. Or several of them, each a path or {path: ..., weight: ..., query_prompt: ..., ...}."
         },
     )
     data_format: str | None = field(
@@ -135,6 +137,19 @@ class DataArguments:
             self.missing_negatives,  # type: ignore[arg-type]  # checked by it
         )
 
+    @property
+    def sets(self) -> list[TrainingSet]:
+        """What is said of each training set; raises `ConfigError` for what cannot be used."""
+        common = {"split": self.split, **asdict(self.selection)}
+        common |= {"data_format": self.data_format} if self.data_format else {}
+        common |= {"columns": parse_columns(self.data_columns)} if self.data_columns else {}
+        return parse_training_sets(self.train_data, common)
+
+    @property
+    def is_one_path(self) -> bool:
+        """Whether there is one training set, of which nothing is said but where it is."""
+        return len(self.train_data) == 1 and not self.train_data[0].lstrip().startswith("{")
+
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -177,12 +192,33 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         close = difflib.get_close_matches(data.data_format, DATA_FORMATS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"data_format={data.data_format!r} is unknown (use {', '.join(DATA_FORMATS)}){hint}")
+    if not data.is_one_path:
+        _take_weights(data.sets, args)
+    elif args.set_sampler not in (None, "proportional"):
+        raise ConfigError(
+            f"multi_dataset_batch_sampler={args.set_sampler} with one training set: there is nothing to sample from. "
+            "Drop it, or give train_data several"
+        )
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
     for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", output_dir)):
         if not value:
             raise ConfigError(f"{key} is not set: add `{key}: ...` to the config, or --{key} on the command line")
     return model, data, args
+
+
+def _take_weights(sets: Sequence[TrainingSet], args: ContAccumTrainingArguments) -> None:
+    """What sets say of their weights becomes an argument of the trainer."""
+    weights = {one.name: one.weight for one in sets if one.weight is not None}
+    if weights and args.sampling_weights:
+        raise ConfigError(
+            f"sampling_weights={args.sampling_weights} with a weight in train_data ({', '.join(weights)}): say it once"
+        )
+    if weights:
+        args.sampling_weights = weights
+        args.multi_dataset_batch_sampler = take_set_sampling(args) or args.multi_dataset_batch_sampler
+    if args.set_sampler == "weights":
+        named_weights(args, [one.name for one in sets])
 
 
 def _as_options(name: str, known: set[str]) -> list[str]:
@@ -208,7 +244,8 @@ def _as_options(name: str, known: set[str]) -> list[str]:
         if value is None:
             continue
         if isinstance(value, list):
-            options += [f"--{key}", *(str(item) for item in value)]
+            items = (json.dumps(item) if isinstance(item, dict) else str(item) for item in value)
+            options += [f"--{key}", *items]
         elif isinstance(value, dict):
             options += [f"--{key}", json.dumps(value)]
         else:
