@@ -75,6 +75,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from contaccum.training.command import load_data, load_model, take_prompts
     from contaccum.training.config import parse
     from contaccum.training.curves import read_log
+    from contaccum.training.run_record import rows_of
 
     started = time.perf_counter()
     if job.get("threads"):
@@ -126,7 +127,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "updates": trainer.state.global_step,
         "learning_rate": args.scaled_learning_rate,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "train_pairs": sum(map(len, rows.values())) if isinstance(rows := data.dataset, dict) else len(rows),
+        "train_pairs": rows_of(data.dataset),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds) if seconds else None,
         "evaluation_seconds": evaluation_seconds,

@@ -21,7 +21,7 @@ from contaccum.data.reading import read_records
 from contaccum.data.record import NEGATIVES_NOT_USED, Record
 from contaccum.data.records import OnBadRecord, RecordReport, one_line
 from contaccum.data.row_files import FORMAT, RowWriter, open_rows, row_number_column
-from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
+from contaccum.data.selection import DROPPED, MissingNegatives, PositivesUsed, Selection
 from contaccum.errors import ConfigError, DataError
 from contaccum.version import __version__
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from contaccum.data.draws import Draws
 
 _REPEATED = "pairs that occur again, kept"
-_DROPPED = "too few hard negatives, dropped"
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def _write(
                 some = True
                 writer.add(row)
             if not some:
-                report.leave_out(source, _DROPPED, len(record.positives) if found in JUDGED else 1)
+                report.leave_out(source, DROPPED, len(record.positives) if found in JUDGED else 1)
         about = writer.finish()
     report.note(_REPEATED, about["repeated"])
     if selection.positives == "draw":
@@ -219,7 +218,7 @@ def _write(
 
 def _refuse_unusable(source: Path, selection: Selection, about: Mapping[str, Any], report: RecordReport) -> None:
     h = selection.num_hard_negatives
-    any_record = about["rows"] or report.by_reason[_DROPPED]
+    any_record = about["rows"] or report.by_reason[DROPPED]
     if h and any_record and not about["any_negative"]:
         mend = "mine some with `contaccum mine`, or set num_hard_negatives to 0"
         raise DataError(one_line(f"{source}: num_hard_negatives={h}, but no record has a negative ({mend})"))

@@ -141,6 +141,15 @@ def checked_weight(weight: object, where: str) -> float:
     return weight  # type: ignore[return-value]  # as above
 
 
+def prompts_by_set(
+    sets: Sequence[TrainingSet], columns: Sequence[Sequence[str]], model_prompts: Mapping[str, str | None]
+) -> dict[str, dict[str, str]] | None:
+    """Prompts by set and text column; None where no set has any of its own."""
+    if all(one.query_prompt is None and one.passage_prompt is None for one in sets):
+        return None
+    return {one.name: one.prompts(model_prompts, names) for one, names in zip(sets, columns, strict=True)}
+
+
 @dataclass(frozen=True)
 class TrainingSets:
     """Several sets that were read.
@@ -169,11 +178,9 @@ class TrainingSets:
 
     def prompts(self, model_prompts: Mapping[str, str | None]) -> dict[str, dict[str, str]] | None:
         """Prompts by set and column; None where no set has any of its own."""
-        if all(one.query_prompt is None and one.passage_prompt is None for one in self.sets):
-            return None
         columns = [list(part.dataset.column_names) for part in self.parts]
         texts = [[name for name in names if re.fullmatch("query|positive|negative_[0-9]+", name)] for names in columns]
-        return {one.name: one.prompts(model_prompts, names) for one, names in zip(self.sets, texts, strict=True)}
+        return prompts_by_set(self.sets, texts, model_prompts)
 
     def records(self) -> dict[str, dict[str, Any]]:
         """What a result says of each set, by name."""

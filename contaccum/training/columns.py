@@ -7,6 +7,7 @@ from typing import Any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 
+from contaccum.data.stream_batches import StreamedSets
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -15,6 +16,8 @@ _NO_TEXTS = ("label", "labels", "score", "scores", "dataset_name")
 
 def columns_by_set(dataset: Any) -> dict[str | None, list[str]]:
     """Text columns in order, by the name of the set; None for a single one."""
+    if isinstance(dataset, StreamedSets):
+        return dataset.columns_by_set
     parts = dict(dataset) if isinstance(dataset, dict) else {None: dataset}
     found = {name: list(getattr(part, "column_names", None) or []) for name, part in parts.items()}
     return {name: [column for column in columns if column not in _NO_TEXTS] for name, columns in found.items()}

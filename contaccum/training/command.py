@@ -15,6 +15,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.fields import parse_columns
 from contaccum.data.pairs import TrainingData, load_training_data
+from contaccum.data.stream_batches import StreamedSets
+from contaccum.data.streams import SHUFFLE_BUFFER
 from contaccum.data.training_sets import TrainingSets, load_training_sets
 from contaccum.encoders import (
     DualEncoder,
@@ -29,6 +31,8 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
+
+AnyTrainingData = TrainingData | TrainingSets | StreamedSets
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,27 +55,33 @@ def run(argv: Sequence[str]) -> int:
     trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, output_dir))
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
+        if data_args.streaming:
+            print(data.summary())
         print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
     return 0
 
 
-def load_data(arguments: DataArguments, topic_column: str | None = None) -> TrainingData | TrainingSets:
+def load_data(arguments: DataArguments, topic_column: str | None = None) -> AnyTrainingData:
     """The training data that the arguments name, with its topics if asked."""
+    on_bad_record: Any = arguments.on_bad_record  # checked by the parser
+    if arguments.streaming:
+        return StreamedSets(arguments.sets, on_bad_record, arguments.shuffle_buffer_size or SHUFFLE_BUFFER)
     if not arguments.is_one_path:
-        on_bad_record: Any = arguments.on_bad_record  # checked by the parser
         return load_training_sets(arguments.sets, on_bad_record, topic_column)
     return load_training_data(
         arguments.train_data[0],
         data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
         split=arguments.split,
-        on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
+        on_bad_record=on_bad_record,
         columns=parse_columns(arguments.data_columns),
         topic_column=topic_column,
         **asdict(arguments.selection),
     )
 
 
-def take_prompts(args: ContAccumTrainingArguments, data: TrainingData | TrainingSets, model: DualEncoder) -> None:
+def take_prompts(
+    args: ContAccumTrainingArguments, data: TrainingData | TrainingSets | StreamedSets, model: DualEncoder
+) -> None:
     """Prompts that training sets have of their own, for the trainer; others are the model's."""
     prompts = data.prompts(model.prompts)
     if prompts is None:

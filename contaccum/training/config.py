@@ -15,10 +15,12 @@ from transformers import HfArgumentParser
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS
 from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED, Selection
+from contaccum.data.streams import SHUFFLE_BUFFER
 from contaccum.data.training_sets import TrainingSet, parse_training_sets
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.set_sampling import named_weights, take_set_sampling
+from contaccum.training.streaming import check_streaming
 
 
 @dataclass
@@ -121,6 +123,17 @@ class DataArguments:
             "choices": MISSING_NEGATIVES,
         },
     )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Read the files anew in each pass, and store nothing on disk: for data that is too large for the "
+            "cache. Needs max_steps."
+        },
+    )
+    shuffle_buffer_size: int | None = field(
+        default=None,
+        metadata={"help": f"With streaming: rows held, of which a random one comes next. Default {SHUFFLE_BUFFER:,}."},
+    )
     on_bad_record: str = field(
         default="stop",
         metadata={"help": "stop at a record that cannot be used, or skip and count it.", "choices": ("stop", "skip")},
@@ -192,6 +205,11 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         close = difflib.get_close_matches(data.data_format, DATA_FORMATS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"data_format={data.data_format!r} is unknown (use {', '.join(DATA_FORMATS)}){hint}")
+    if data.shuffle_buffer_size is not None and (not data.streaming or data.shuffle_buffer_size < 1):
+        mend = "set it to 1 or more" if data.streaming else "set streaming=true, or drop it"
+        raise ConfigError(
+            f"shuffle_buffer_size={data.shuffle_buffer_size} with streaming={str(data.streaming).lower()}: {mend}"
+        )
     if not data.is_one_path:
         _take_weights(data.sets, args)
     elif args.set_sampler not in (None, "proportional"):
@@ -199,6 +217,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
             f"multi_dataset_batch_sampler={args.set_sampler} with one training set: there is nothing to sample from. "
             "Drop it, or give train_data several"
         )
+    if data.streaming:
+        check_streaming(args, data.sets)
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
     for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", output_dir)):

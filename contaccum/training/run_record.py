@@ -15,7 +15,6 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
     """The content of ``run.json``. Tokens among the arguments are blanked by transformers' ``to_dict``."""
     args = trainer.args
     dataset: Any = trainer.train_dataset
-    parts = dataset.values() if isinstance(dataset, dict) else [dataset]
     return {
         "method": args.method,
         "seed": args.seed,
@@ -23,7 +22,7 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
         "updates": trainer.state.max_steps,
         "data": {
             "fingerprint": trainer.data_fingerprint or texts_fingerprint(dataset),
-            "rows": sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None,
+            "rows": rows_of(dataset),
             **({"sets": sets_record(trainer)} if trainer.set_shares else {}),
         },
         "model": {
@@ -34,6 +33,12 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
+
+
+def rows_of(dataset: Any) -> int | None:
+    """The rows of a data set, or of several together; None for a stream."""
+    parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
 
 
 def sets_record(trainer: ContAccumTrainer) -> list[dict[str, Any]]:

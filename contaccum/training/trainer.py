@@ -43,6 +43,7 @@ from contaccum.training.columns import check_columns, fill_roles, text_columns_o
 from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
 from contaccum.training.set_sampling import set_lines
+from contaccum.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class ContAccumTrainer(SetLoadingTrainer):
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
+        check_stream(args, train_dataset)
         self._draws = draws_of(train_dataset)
         self._known_positives = known_positives(args, self._draws + draws_of(eval_dataset))
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
