@@ -74,7 +74,7 @@ def main() -> int:
         if method == "grad_accum":
             overrides += ["--method=grad_accum", "--bank_size=0"]
         model_arguments, data_arguments, arguments = parse([str(ROOT / "configs" / "quickstart.yaml"), *overrides])
-        data = load_training_data(data_arguments.train_data, split=data_arguments.split)
+        data = load_training_data(data_arguments.train_data[0], split=data_arguments.split)
         set_seed(arguments.seed)
         model = load_model(model_arguments)
         if not rows:

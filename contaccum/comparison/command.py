@@ -141,7 +141,7 @@ def _train_fingerprints(plan: Any) -> dict[str, str]:
         key = (topic, mines, str(data))  # all of its settings
         if key not in known:
             loaded = load_data(data, topic, mines)
-            print(loaded.report.summary())
+            print(loaded.summary())
             known[key] = loaded.fingerprint
         found[run.name] = known[key]
     return found

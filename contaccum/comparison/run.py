@@ -72,9 +72,10 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from contaccum.comparison.trainer import ComparedTrainer
     from contaccum.evaluation.model_record import model_fingerprint
     from contaccum.evaluation.provenance import git_commit, package_versions
-    from contaccum.training.command import load_data, load_mining_data_of, load_model
+    from contaccum.training.command import load_data, load_mining_data_of, load_model, take_prompts
     from contaccum.training.config import parse
     from contaccum.training.curves import read_log
+    from contaccum.training.run_record import rows_of
 
     started = time.perf_counter()
     if job.get("threads"):
@@ -82,9 +83,10 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     model_args, data_args, args = parse(job["options"])
     data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
     if data.fingerprint != job["identity"]["train_data"]:
-        raise DataError(f"{data_args.train_data}: has changed since this comparison began; start it again")
+        raise DataError(f"{' '.join(data_args.train_data)}: has changed since this comparison began; start it again")
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
     model = load_model(model_args, device=str(args.device))
+    take_prompts(args, data, model)
     initial_weights = model_fingerprint(model)
     evaluator = Evaluator(EvaluationSettings(**job["evaluation"]), args.similarity)
     trainer = ComparedTrainer(
@@ -130,7 +132,7 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "updates": trainer.state.global_step,
         "learning_rate": args.scaled_learning_rate,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "train_pairs": len(data.dataset),
+        "train_pairs": rows_of(data.dataset),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds) if seconds else None,
         "evaluation_seconds": evaluation_seconds,

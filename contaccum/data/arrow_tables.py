@@ -69,27 +69,31 @@ def read_parquet(path: Path, fields: Fields, rules: RecordRules, report: RecordR
                 row += left
 
 
-def read_hub(source: str, split: str, fields: Fields, rules: RecordRules, report: RecordReport) -> Iterator[Record]:
+def read_hub(
+    source: str, split: str, fields: Fields, rules: RecordRules, report: RecordReport, streaming: bool = False
+) -> Iterator[Record]:
     """The rows of a Hugging Face dataset.
 
     Args:
         source: `NAME` or `NAME:CONFIG` on the hub, which `datasets` fetches once into its own cache; or a folder that
             `save_to_disk` wrote, of a Dataset or of a DatasetDict.
         split: as `datasets.load_dataset` takes it; a saved Dataset has none, and there it does nothing.
+        streaming: fetch a dataset of the hub as it is read, and store nothing; one that is saved is read as ever.
 
     Raises:
         DataError: it cannot be loaded, has no such split, lacks a column, or a bad record under "stop". Code that
             comes with a dataset is never run.
     """
-    dataset = _load_saved(source, split) if os.path.isdir(source) else _load_from_hub(source, split)
-    needed = fields.settle_table(list(dataset.column_names), source)
+    dataset = _load_saved(source, split) if os.path.isdir(source) else _load_from_hub(source, split, streaming)
+    # Of a stream they may be known only when something has been read.
+    needed = fields.settle_table(list(dataset.column_names or next(iter(dataset), ())), source)
     tables = iter(dataset.select_columns(needed).with_format("arrow").iter(batch_size=BATCH_ROWS))
     row = 0
     while True:
         try:
             table = next(tables, None)
         except Exception as error:  # Arrow's and datasets' own: a file in the cache may be damaged in many ways
-            left = len(dataset) - row
+            left = len(dataset) - row if hasattr(dataset, "__len__") else 1  # nobody knows how many a stream has
             report.see(left)
             report.reject(source, row + 1, Fault("the dataset breaks off", _short(error), "get it again"), left)
             return
@@ -170,12 +174,12 @@ def _load_saved(folder: str, split: str) -> Any:
     return found[split]
 
 
-def _load_from_hub(source: str, split: str) -> Any:
+def _load_from_hub(source: str, split: str, streaming: bool = False) -> Any:
     import datasets
 
     name, _, config = source.partition(":")
     _require_hub(source, name)
-    options: dict[str, Any] = {"split": split}
+    options: dict[str, Any] = {"split": split, **({"streaming": True} if streaming else {})}
     # Older releases ran a dataset's own code when told to; newer ones cannot, and refuse the word.
     if "trust_remote_code" in inspect.signature(datasets.load_dataset).parameters:
         options["trust_remote_code"] = False

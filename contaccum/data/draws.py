@@ -31,14 +31,15 @@ _TRIES = 256
 class Draws:
     """Puts the epoch's texts in the place of a row's first ones, and its ids in the place of its number.
 
-    Columns keep their names and order. Where queries have several positives, the number becomes the 64-bit hashes of
-    the row's query, positive and negatives, which the loss takes for ids; elsewhere it is left out.
+    Columns keep their names and order. Where queries have several positives, or ids are asked for, the 64-bit hashes of
+    the row's query, positive and negatives take the number's place, for the loss; elsewhere it is left out.
 
     Args:
         rows: of `row_files`, (N,): passages for rows with too few negatives are other rows' positives.
         lists: what to draw from; None: nothing is drawn.
         known: int64 (r, 2), the known positives of queries with several; None: there are none.
         number: the column with a row's number.
+        ids: give them in any case: the rows of several sets meet, and equal texts must be known for that.
 
     Attributes:
         known: as given.
@@ -47,10 +48,19 @@ class Draws:
 
     gives_numbers = False
 
-    def __init__(self, rows: Dataset, lists: Dataset | None, known: np.ndarray | None, number: str = "label") -> None:
+    def __init__(
+        self,
+        rows: Dataset,
+        lists: Dataset | None,
+        known: np.ndarray | None,
+        number: str = "label",
+        ids: bool = False,
+    ) -> None:
         import torch
 
         self.known = known
+        self._gives_ids = ids or known is not None
+        self._as_of: int | None = None
         self._number = number
         self._negatives = [name for name in rows.column_names if re.fullmatch("negative_[0-9]+", name)]
         self._passages = _Passages(rows)
@@ -70,7 +80,11 @@ class Draws:
     @property
     def epoch(self) -> int:
         """Whose draws are read now."""
-        return int(self._clock[1])
+        return int(self._clock[1]) if self._as_of is None else self._as_of
+
+    def read_as_of(self, epoch: int | None) -> None:
+        """In this process, read the draws of another epoch than the one that was told; None: of that one again."""
+        self._as_of = epoch
 
     def set_epoch(self, epoch: int, seed: int | None = None) -> None:
         """Rows read from now on, here and in a loader's workers, are those of this epoch, counted from 0."""
@@ -91,7 +105,7 @@ class Draws:
         batch = dict(batch)
         numbers = batch.pop(self._number)
         names = [name for name in self._negatives if name in batch]
-        rng = [np.random.default_rng([self.seed & (2**64 - 1), self.epoch, number]) for number in numbers]
+        rng = [row_generator(self.seed, self.epoch, number) for number in numbers]
         positives = list(batch["positive"])
         negatives = [list(row) for row in zip(*(batch[name] for name in names), strict=True)] or [[] for _ in numbers]
         if self._lists is not None:
@@ -101,10 +115,10 @@ class Draws:
             self._fill(short, rng, batch["query"], positives, negatives)
         batch["positive"] = positives
         batch |= {name: [row[place] for row in negatives] for place, name in enumerate(names)}
-        if self.known is not None:
+        if self._gives_ids:
             texts = zip(batch["query"], positives, negatives, strict=True)
             flat = [text for query, positive, others in texts for text in (query, positive, *others)]
-            ids = np.array(_hashes(flat)).reshape(len(numbers), 2 + len(names))
+            ids = np.array(text_ids(flat)).reshape(len(numbers), 2 + len(names))
             batch[self._number] = (np.column_stack([numbers, ids]) if self.gives_numbers else ids).tolist()
         elif self.gives_numbers:
             batch[self._number] = numbers
@@ -122,11 +136,7 @@ class Draws:
         lists = self._lists[numbers]
         pairs = zip(lists.column("positives").to_pylist(), lists.column("pool").to_pylist(), strict=True)
         for row, (several, pool) in enumerate(pairs):
-            if several is not None:
-                positives[row] = several[int(rng[row].integers(len(several)))]
-            if pool is not None:
-                chosen = rng[row].permutation(len(pool))[: len(negatives[row])]
-                negatives[row] = [pool[place] for place in chosen]
+            positives[row], negatives[row] = draw_texts(rng[row], positives[row], negatives[row], several, pool)
 
     def _fill(
         self, short: list[int], rng: list[Any], queries: list[str], positives: list[str], negatives: list[list[Any]]
@@ -136,7 +146,7 @@ class Draws:
         wanted = {row: len(negatives[row]) - len(given[row]) for row in short}
         found: dict[int, list[str]] = {row: [] for row in short}
         forbidden = {}
-        keys = iter(_hashes([text for row in short for text in (queries[row], positives[row], *given[row])]))
+        keys = iter(text_ids([text for row in short for text in (queries[row], positives[row], *given[row])]))
         for row in short:
             known = positives_of(next(keys), self.known)
             forbidden[row] = {*known, *(next(keys) for _ in range(1 + len(given[row])))}
@@ -148,7 +158,7 @@ class Draws:
             draws = zip(pending, sizes, strict=True)
             places = np.concatenate([rng[row].integers(len(self._passages), size=size) for row, size in draws])
             texts = self._passages.texts(places)
-            drawn = zip(texts, _hashes(texts), strict=True)
+            drawn = zip(texts, text_ids(texts), strict=True)
             for row, size in zip(pending, sizes, strict=True):
                 for text, key in islice(drawn, size):
                     if key not in forbidden[row] and len(found[row]) < wanted[row]:
@@ -164,6 +174,22 @@ class Draws:
                 )
             # In a tiny set there may be too few other passages: then one is there twice.
             negatives[row] = [others[i % len(others)] for i in range(len(negatives[row]))]
+
+
+def row_generator(seed: int, epoch: int, number: int) -> np.random.Generator:
+    """The random numbers of a row in an epoch."""
+    return np.random.default_rng([seed & (2**64 - 1), epoch, number])
+
+
+def draw_texts(
+    rng: np.random.Generator, positive: str, negatives: list[Any], several: list[str] | None, pool: list[str] | None
+) -> tuple[str, list[Any]]:
+    """A row's positive and negatives in an epoch; what there is nothing to draw for stays as it is."""
+    if several is not None:
+        positive = several[int(rng.integers(len(several)))]
+    if pool is not None:
+        negatives = [pool[place] for place in rng.permutation(len(pool))[: len(negatives)]]
+    return positive, negatives
 
 
 class _Passages:
@@ -187,7 +213,8 @@ class _Passages:
         return [self._chunks[chunk][place].as_py() for chunk, place in pairs]
 
 
-def _hashes(texts: list[str]) -> list[int]:
+def text_ids(texts: list[str]) -> list[int]:
+    """The 64-bit hash of each text."""
     return hash_texts(pa.array(texts, pa.large_string())).tolist()
 
 

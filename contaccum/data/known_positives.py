@@ -5,6 +5,8 @@ It finds them among all pairs of a data set and looks them up. Masking by them i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -33,7 +35,7 @@ def several_positives(queries: np.ndarray, positives: np.ndarray) -> np.ndarray:
     del ordered
     if len(again) == 0:
         return np.empty((0, 2), dtype=np.int64)
-    rows = np.flatnonzero(_among(queries, again))
+    rows = np.flatnonzero(among(queries, again))
     queries, positives = (queries, positives) if len(rows) == len(queries) else (queries[rows], positives[rows])
     del rows
     order = np.lexsort((positives, queries))
@@ -52,7 +54,13 @@ def several_positives(queries: np.ndarray, positives: np.ndarray) -> np.ndarray:
     return pairs if several.all() else pairs[several]
 
 
-def _among(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+def shared_queries(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Queries that occur in several data sets, int64 (s,) in order: hashes (N,) of the queries of each one's rows."""
+    once = np.sort(np.concatenate([np.unique(part) for part in parts]))
+    return np.unique(once[1:][once[1:] == once[:-1]])
+
+
+def among(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     """Which values are in an ordered array: bool, a piece at a time, because places take eight times the memory."""
     found = np.empty(len(values), dtype=bool)
     for start in range(0, len(values), 1 << 20):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from contaccum.data.reading import read_records
 from contaccum.data.record import NEGATIVES_NOT_USED, Record
 from contaccum.data.records import OnBadRecord, RecordReport, one_line
 from contaccum.data.row_files import FORMAT, RowWriter, open_rows, row_number_column
-from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
+from contaccum.data.selection import DROPPED, MissingNegatives, PositivesUsed, Selection
 from contaccum.errors import ConfigError, DataError
 from contaccum.version import __version__
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from contaccum.data.draws import Draws
 
 _REPEATED = "pairs that occur again, kept"
-_DROPPED = "too few hard negatives, dropped"
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class TrainingData:
             is nothing to draw and no query has several positives.
         known_positives: int64 (r, 2), hashes of query and positive (`hash_texts`) for every pair of the queries that
             have several positives, in one record or in many; None: there are none.
+        stored: the folder of the cache, what it says about itself, and the topic's column.
     """
 
     dataset: Dataset
@@ -60,10 +60,28 @@ class TrainingData:
     path: Path
     name: str
     transform: Draws | None = field(default=None, repr=False, compare=False)
+    stored: tuple[Path, dict[str, Any], str | None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def known_positives(self) -> np.ndarray | None:
         return None if self.transform is None else self.transform.known
+
+    def summary(self) -> str:
+        """One line: what became of the records."""
+        return self.report.summary()
+
+    def prompts(self, model_prompts: Mapping[str, str | None]) -> None:
+        """A set alone has no prompts of its own; see `TrainingSets`."""
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Nor is there anything to say of each of several."""
+        return {}
+
+    def among_others(self, known: np.ndarray | None) -> TrainingData:
+        """The same rows as one of several sets: with ids in any case, and what all of the sets together know."""
+        assert self.stored is not None
+        dataset, transform = _open(*self.stored, known_to_all=(known,))
+        return replace(self, dataset=dataset, transform=transform)
 
 
 def load_training_data(
@@ -161,10 +179,16 @@ def load_training_data(
         fingerprint=about["fingerprint"],
         data_format=found,
         path=source,
-        # resolve(), so that "." has a name too.
-        name=re.sub(r"(\.(jsonl|ndjson|json|csv|tsv|parquet))?(\.gz)?$", "", source.resolve().name),
+        name=name_of(source),
         transform=transform,
+        stored=(folder, about, topic_column),
     )
+
+
+def name_of(path: str | Path) -> str:
+    """The name of a file without its extension, of a folder, or of a dataset of the hub."""
+    # resolve(), so that "." has a name too.
+    return re.sub(r"(\.(jsonl|ndjson|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)
 
 
 def _write(
@@ -185,7 +209,7 @@ def _write(
                 some = True
                 writer.add(row)
             if not some:
-                report.leave_out(source, _DROPPED, len(record.positives) if found in JUDGED else 1)
+                report.leave_out(source, DROPPED, len(record.positives) if found in JUDGED else 1)
         about = writer.finish()
     report.note(_REPEATED, about["repeated"])
     if selection.positives == "draw":
@@ -199,19 +223,26 @@ def _refuse_unusable(
     source: Path, selection: Selection, about: Mapping[str, Any], report: RecordReport, negatives_to_come: bool
 ) -> None:
     h = selection.num_hard_negatives
-    any_record = about["rows"] or report.by_reason[_DROPPED]
+    any_record = about["rows"] or report.by_reason[DROPPED]
     if h and any_record and not (about["any_negative"] or negatives_to_come):
         mend = "mine some with `contaccum mine`, or set num_hard_negatives to 0"
         raise DataError(one_line(f"{source}: num_hard_negatives={h}, but no record has a negative ({mend})"))
     report.refuse_if_nothing_left(source, about["rows"], "training pairs")
 
 
-def _open(folder: Path, about: Mapping[str, Any], topic_column: str | None) -> tuple[Dataset, Draws | None]:
+def _open(
+    folder: Path,
+    about: Mapping[str, Any],
+    topic_column: str | None,
+    known_to_all: tuple[np.ndarray | None] | None = None,
+) -> tuple[Dataset, Draws | None]:
+    """The rows, with a transform where something is drawn or known; as one of several sets, always."""
     rows, lists, known = open_rows(folder)
     number = row_number_column(topic_column)
-    if lists is None and known is None and not about["short"]:
+    if lists is None and known is None and not about["short"] and known_to_all is None:
         return rows.remove_columns(number), None
     from contaccum.data.draws import Draws
 
-    transform = Draws(rows, lists, known, number)
+    known = known if known_to_all is None else known_to_all[0]
+    transform = Draws(rows, lists, known, number, ids=known_to_all is not None)
     return rows.with_transform(transform), transform

@@ -31,6 +31,7 @@ def read_records(
     num_negatives: int | None = None,
     topic_column: str | None = None,
     least_negatives: int | None = None,
+    streaming: bool = False,
 ) -> Iterator[Record]:
     """Yield the records of `source`, each a query with its positives and negatives in the order of the file.
 
@@ -54,6 +55,7 @@ def read_records(
         title_separator: between a title and its text.
         max_positives, num_negatives, least_negatives: how many of each record; see `RecordRules`.
         topic_column: a field with a text or number in every record of a file: its topic.
+        streaming: do not store a dataset of the hub on disk, but fetch it as it is read.
 
     Raises:
         ConfigError: at once: an unknown format, or `columns` that cannot be used.
@@ -94,7 +96,7 @@ def read_records(
     if found == "parquet":
         return read_parquet(path, fields, rules, report)
     if found == "hub":
-        return read_hub(str(source), split, fields, rules, report)
+        return read_hub(str(source), split, fields, rules, report, streaming)
     return read_json_pairs(path, fields, rules, report)
 
 

@@ -18,6 +18,8 @@ MissingNegatives = Literal["fill", "drop", "stop"]
 POSITIVES_USED: tuple[PositivesUsed, ...] = ("draw", "first", "all")
 MISSING_NEGATIVES: tuple[MissingNegatives, ...] = ("fill", "drop", "stop")
 
+DROPPED = "too few hard negatives, dropped"
+
 TRIPLES_TAKEN = 30
 """Negatives of an MS MARCO query to draw from, unless said otherwise: its triples list hundreds."""
 

@@ -16,6 +16,7 @@ from contaccum.drift import DRIFT_COMPENSATIONS
 from contaccum.errors import ConfigError
 from contaccum.grad_norms import BALANCES
 from contaccum.settings import check_settings
+from contaccum.training.set_sampling import DEFAULT_SAMPLING_TEMPERATURE, SET_SAMPLERS, take_set_sampling
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
@@ -140,16 +141,42 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         default=0.05,
         metadata={"help": "Mine none that scores above (1 - this) of the positive's score, as it may be relevant."},
     )
+    # A sampler of the user's may be given too; for a parser it is a text.
+    multi_dataset_batch_sampler: str = field(
+        default="proportional",
+        metadata={
+            "help": "Several training sets. proportional: each batch of each once an epoch. round_robin: in turn, "
+            "until one is used up. temperature: in proportion to size**(1/sampling_temperature). weights: as "
+            "sampling_weights say.",
+            "choices": SET_SAMPLERS,
+        },
+    )
+    sampling_temperature: float = field(
+        default=DEFAULT_SAMPLING_TEMPERATURE,
+        metadata={
+            "help": "T: with multi_dataset_batch_sampler=temperature, sets are sampled in proportion to size**(1/T); 1 "
+            "is proportional, and large ones come to equal shares."
+        },
+    )
+    sampling_weights: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Shares of micro-batches by the name of the training set, as {a: 2, b: 1}; 1 for sets not named. "
+            "In train_data: {path: ..., weight: 2}."
+        },
+    )
     grad_cache_mini_batch_size: int | None = field(
         default=None,
         metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
     )
 
     def __post_init__(self) -> None:
+        own_sampler = take_set_sampling(self)
         self._check()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
         super().__post_init__()
+        self.multi_dataset_batch_sampler = own_sampler or self.multi_dataset_batch_sampler
         if self.fp16 and self.device.type == "cpu":
             raise ConfigError("fp16=true needs an accelerator; on a CPU set bf16=true, or neither")
         if self.method in BANK_METHODS and self.n_gpu > 1:
@@ -277,6 +304,12 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     def avoids_duplicates(self) -> bool:
         """Whether no text may occur twice in a batch."""
         return getattr(self.batch_sampler, "value", self.batch_sampler) in ("no_duplicates", "no_duplicates_hashed")
+
+    @property
+    def set_sampler(self) -> str | None:
+        """How several sets are sampled, one of ``SET_SAMPLERS``; None for a sampler of the user's."""
+        kind = getattr(self.multi_dataset_batch_sampler, "value", self.multi_dataset_batch_sampler)
+        return kind if isinstance(kind, str) else None
 
     @property
     def own_batch_sampler(self) -> bool:

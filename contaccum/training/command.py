@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sentence_transformers.sentence_transformer.modules import Router
 from transformers import set_seed
@@ -14,6 +15,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.fields import parse_columns
 from contaccum.data.pairs import TrainingData, load_training_data
+from contaccum.data.stream_batches import StreamedSets
+from contaccum.data.streams import SHUFFLE_BUFFER
+from contaccum.data.training_sets import TrainingSets, load_training_sets
 from contaccum.encoders import (
     DualEncoder,
     freeze_word_embeddings,
@@ -30,6 +34,8 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
 
+AnyTrainingData = TrainingData | TrainingSets | StreamedSets
+
 
 def run(argv: Sequence[str]) -> int:
     """Train as ``argv`` says and save the model into ``output_dir``; returns the exit code."""
@@ -37,20 +43,24 @@ def run(argv: Sequence[str]) -> int:
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
     data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
-    print(data.report.summary())
+    print(data.summary())
     mining_data = load_mining_data_of(data_args, args)
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
+    take_prompts(args, data, model)
     trainer = ContAccumTrainer(
         model=model,
         args=args,
         train_dataset=data.dataset,
         data_fingerprint=data.fingerprint,
         mining_data=mining_data,
+        data_sets=data.records(),
     )
     trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, output_dir))
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
+        if data_args.streaming:
+            print(data.summary())
         print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
     return 0
 
@@ -60,7 +70,7 @@ def load_mining_data_of(arguments: DataArguments, args: ContAccumTrainingArgumen
     if args.refresh_negatives_every is None:
         return None
     return load_mining_data(
-        arguments.train_data,
+        arguments.train_data[0],
         args.refresh_corpus,
         data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
         split=arguments.split,
@@ -71,18 +81,35 @@ def load_mining_data_of(arguments: DataArguments, args: ContAccumTrainingArgumen
 
 def load_data(
     arguments: DataArguments, topic_column: str | None = None, negatives_to_come: bool = False
-) -> TrainingData:
+) -> AnyTrainingData:
     """The training data that the arguments name, with its topics if asked."""
+    on_bad_record: Any = arguments.on_bad_record  # checked by the parser
+    if arguments.streaming:
+        return StreamedSets(arguments.sets, on_bad_record, arguments.shuffle_buffer_size or SHUFFLE_BUFFER)
+    if not arguments.is_one_path:
+        return load_training_sets(arguments.sets, on_bad_record, topic_column)
     return load_training_data(
-        arguments.train_data,
+        arguments.train_data[0],
         data_format=arguments.data_format,  # type: ignore[arg-type]  # the reader checks it
         split=arguments.split,
-        on_bad_record=arguments.on_bad_record,  # type: ignore[arg-type]  # checked by the parser
+        on_bad_record=on_bad_record,
         columns=parse_columns(arguments.data_columns),
         topic_column=topic_column,
         negatives_to_come=negatives_to_come,
         **asdict(arguments.selection),
     )
+
+
+def take_prompts(
+    args: ContAccumTrainingArguments, data: TrainingData | TrainingSets | StreamedSets, model: DualEncoder
+) -> None:
+    """Prompts that training sets have of their own, for the trainer; others are the model's."""
+    prompts = data.prompts(model.prompts)
+    if prompts is None:
+        return
+    if args.prompts is not None:
+        raise ConfigError("prompts with a query_prompt or passage_prompt in train_data: say it once")
+    args.prompts = prompts
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:

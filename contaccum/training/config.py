@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +15,12 @@ from transformers import HfArgumentParser
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS
 from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED, Selection
+from contaccum.data.streams import SHUFFLE_BUFFER
+from contaccum.data.training_sets import TrainingSet, parse_training_sets
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.set_sampling import named_weights, take_set_sampling
+from contaccum.training.streaming import check_streaming
 
 
 @dataclass
@@ -67,12 +71,12 @@ class ModelArguments:
 class DataArguments:
     """What to train it on."""
 
-    train_data: str = field(
-        default="",
+    train_data: list[str] = field(
+        default_factory=list,
         metadata={
             "help": "A folder (BEIR, MS MARCO, or saved by datasets), a file (DPR json, Tevatron or pair/triplet "
             "jsonl, csv, tsv, MS MARCO triples, parquet; text may be .gz), or a Hugging Face dataset, NAME or "
-            "NAME:CONFIG."
+            "NAME:CONFIG. Or several of them, each a path or {path: ..., weight: ..., query_prompt: ..., ...}."
         },
     )
     data_format: str | None = field(
@@ -119,6 +123,17 @@ class DataArguments:
             "choices": MISSING_NEGATIVES,
         },
     )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Read the files anew in each pass, and store nothing on disk: for data that is too large for the "
+            "cache. Needs max_steps."
+        },
+    )
+    shuffle_buffer_size: int | None = field(
+        default=None,
+        metadata={"help": f"With streaming: rows held, of which a random one comes next. Default {SHUFFLE_BUFFER:,}."},
+    )
     on_bad_record: str = field(
         default="stop",
         metadata={"help": "stop at a record that cannot be used, or skip and count it.", "choices": ("stop", "skip")},
@@ -134,6 +149,19 @@ class DataArguments:
             self.draw_negatives,
             self.missing_negatives,  # type: ignore[arg-type]  # checked by it
         )
+
+    @property
+    def sets(self) -> list[TrainingSet]:
+        """What is said of each training set; raises `ConfigError` for what cannot be used."""
+        common = {"split": self.split, **asdict(self.selection)}
+        common |= {"data_format": self.data_format} if self.data_format else {}
+        common |= {"columns": parse_columns(self.data_columns)} if self.data_columns else {}
+        return parse_training_sets(self.train_data, common)
+
+    @property
+    def is_one_path(self) -> bool:
+        """Whether there is one training set, of which nothing is said but where it is."""
+        return len(self.train_data) == 1 and not self.train_data[0].lstrip().startswith("{")
 
 
 class _Parser(HfArgumentParser):
@@ -170,24 +198,65 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     if unknown:
         raise ConfigError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "on the command line"))
     model, data, args = parsed
-    if args.refresh_negatives_every is not None and not data.num_hard_negatives:
-        raise ConfigError(
-            f"refresh_negatives_every={args.refresh_negatives_every} with num_hard_negatives=0: no query takes a "
-            "negative. Set num_hard_negatives, or drop refresh_negatives_every"
-        )
     # Refused here, before anything is loaded.
+    _check_refresh(data, args)
     parse_columns(data.data_columns)
     data.selection  # noqa: B018  # checks itself
     if data.data_format is not None and data.data_format not in DATA_FORMATS:
         close = difflib.get_close_matches(data.data_format, DATA_FORMATS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"data_format={data.data_format!r} is unknown (use {', '.join(DATA_FORMATS)}){hint}")
+    if data.shuffle_buffer_size is not None and (not data.streaming or data.shuffle_buffer_size < 1):
+        mend = "set it to 1 or more" if data.streaming else "set streaming=true, or drop it"
+        raise ConfigError(
+            f"shuffle_buffer_size={data.shuffle_buffer_size} with streaming={str(data.streaming).lower()}: {mend}"
+        )
+    if not data.is_one_path:
+        _take_weights(data.sets, args)
+    elif args.set_sampler not in (None, "proportional"):
+        raise ConfigError(
+            f"multi_dataset_batch_sampler={args.set_sampler} with one training set: there is nothing to sample from. "
+            "Drop it, or give train_data several"
+        )
+    if data.streaming:
+        check_streaming(args, data.sets)
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
     for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", output_dir)):
         if not value:
             raise ConfigError(f"{key} is not set: add `{key}: ...` to the config, or --{key} on the command line")
     return model, data, args
+
+
+def _check_refresh(data: DataArguments, args: ContAccumTrainingArguments) -> None:
+    """Mining while training needs one set, and a place for what it finds."""
+    if args.refresh_negatives_every is None:
+        return
+    if not data.num_hard_negatives:
+        raise ConfigError(
+            f"refresh_negatives_every={args.refresh_negatives_every} with num_hard_negatives=0: no query takes a "
+            "negative. Set num_hard_negatives, or drop refresh_negatives_every"
+        )
+    if data.streaming or not data.is_one_path:
+        what = "streaming=true" if data.streaming else "several sets in train_data"
+        raise ConfigError(
+            f"refresh_negatives_every={args.refresh_negatives_every} with {what}: it mines in one set whose rows can "
+            "be looked up. Drop one of them"
+        )
+
+
+def _take_weights(sets: Sequence[TrainingSet], args: ContAccumTrainingArguments) -> None:
+    """What sets say of their weights becomes an argument of the trainer."""
+    weights = {one.name: one.weight for one in sets if one.weight is not None}
+    if weights and args.sampling_weights:
+        raise ConfigError(
+            f"sampling_weights={args.sampling_weights} with a weight in train_data ({', '.join(weights)}): say it once"
+        )
+    if weights:
+        args.sampling_weights = weights
+        args.multi_dataset_batch_sampler = take_set_sampling(args) or args.multi_dataset_batch_sampler
+    if args.set_sampler == "weights":
+        named_weights(args, [one.name for one in sets])
 
 
 def _as_options(name: str, known: set[str]) -> list[str]:
@@ -213,7 +282,8 @@ def _as_options(name: str, known: set[str]) -> list[str]:
         if value is None:
             continue
         if isinstance(value, list):
-            options += [f"--{key}", *(str(item) for item in value)]
+            items = (json.dumps(item) if isinstance(item, dict) else str(item) for item in value)
+            options += [f"--{key}", *items]
         elif isinstance(value, dict):
             options += [f"--{key}", json.dumps(value)]
         else:

@@ -22,7 +22,8 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
         "updates": trainer.state.max_steps,
         "data": {
             "fingerprint": trainer.data_fingerprint or texts_fingerprint(dataset),
-            "rows": len(dataset) if hasattr(dataset, "__len__") else None,
+            "rows": rows_of(dataset),
+            **({"sets": sets_record(trainer)} if trainer.set_shares else {}),
         },
         "model": {
             "base": getattr(trainer.model.model_card_data, "base_model", None),
@@ -32,6 +33,18 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
+
+
+def rows_of(dataset: Any) -> int | None:
+    """The rows of a data set, or of several together; None for a stream."""
+    parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
+
+
+def sets_record(trainer: ContAccumTrainer) -> list[dict[str, Any]]:
+    """Each of several training sets: name, rows, weight, batches of an epoch, and what the trainer was told of it."""
+    told = trainer.data_sets
+    return [{"name": name, **told.get(name, {}), **about} for name, about in trainer.set_shares.items()]
 
 
 def texts_fingerprint(dataset: Any) -> str | None:

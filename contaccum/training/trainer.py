@@ -13,12 +13,12 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
@@ -40,8 +40,12 @@ from contaccum.training.batches import (
 )
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
 from contaccum.training.collapse import CollapseWatch
+from contaccum.training.columns import check_columns, fill_roles, text_columns_of
+from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
 from contaccum.training.refresh import make_refresh, with_row_numbers
+from contaccum.training.set_sampling import set_lines
+from contaccum.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +53,7 @@ BANK_FILE = "contaccum_bank.safetensors"
 ARGUMENTS_FILE = "training_args.json"
 
 
-class ContAccumTrainer(SentenceTransformerTrainer):
+class ContAccumTrainer(SetLoadingTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -59,6 +63,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
         data_fingerprint: written into ``run.json``; None: computed from the texts.
         mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
+        data_sets: what to write there about each of several training sets, by name, beside rows and shares.
         quiet: do not print what the run will do.
         Others: as in SentenceTransformerTrainer.
 
@@ -94,6 +99,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         *,
         data_fingerprint: str | None = None,
         mining_data: MiningData | None = None,
+        data_sets: Mapping[str, Mapping[str, Any]] | None = None,
         quiet: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -104,22 +110,23 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
         if args.refresh_negatives_every is not None:
             train_dataset = with_row_numbers(train_dataset)
+        check_stream(args, train_dataset)
         self._draws = draws_of(train_dataset)
         self._known_positives = known_positives(args, self._draws + draws_of(eval_dataset))
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
         eval_dataset = without_facts(args, eval_dataset)
         if model is not None:
-            columns = _columns(train_dataset if train_dataset is not None else eval_dataset)
-            _fill_roles(args, model, columns)
+            texts = train_dataset if train_dataset is not None else eval_dataset
+            fill_roles(args, model, texts, eval_dataset)
             if loss is None:
                 loss = make_loss(model, args)
-            _check_negatives(args, loss, columns)
+            check_columns(args, loss, texts)
             warn_about_batch_norm(model)
             warn_about_means(args, loss)
         elif loss is None:
             loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
         self.refresh = make_refresh(args, train_dataset, mining_data)
-        self.data_fingerprint = data_fingerprint
+        self.data_fingerprint, self.data_sets = data_fingerprint, data_sets or {}
         self.quiet = quiet
         self.tower_grad_norms: TowerGradNorms | None = None
         self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
@@ -208,8 +215,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         sampler = make_batch_sampler(self.args, dataset, facts, *given)
         return self._tell_epochs(super().get_batch_sampler(dataset, *given) if sampler is None else sampler)
 
-    def get_multi_dataset_batch_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tell_epochs(super().get_multi_dataset_batch_sampler(*args, **kwargs))
+    def get_multi_dataset_batch_sampler(
+        self, dataset: Any, batch_samplers: list[Any], generator: Any = None, seed: int | None = 0
+    ) -> Any:
+        given = (dataset, batch_samplers, generator, self._order_seed(seed or 0))
+        if not self.trains_on(dataset):
+            return super().get_multi_dataset_batch_sampler(*given)
+        sampler, self.set_shares = self.sample_sets(*given)
+        return self._tell_epochs(sampler)
 
     def _order_seed(self, seed: int) -> int:
         return seed if self.args.data_seed is None else self.args.data_seed
@@ -341,7 +354,7 @@ def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> n
 
 def describe_run(trainer: ContAccumTrainer) -> str:
     """What is about to happen, one fact a line, for the start of a run."""
-    args, h = trainer.args, max(0, len(_columns(trainer.train_dataset)) - 2)
+    args, h = trainer.args, max(0, len(text_columns_of(trainer.train_dataset)) - 2)
     columns = args.per_device_train_batch_size * (1 + h)
     if args.gather_across_devices:
         columns *= args.world_size
@@ -367,6 +380,8 @@ def describe_run(trainer: ContAccumTrainer) -> str:
         shared = args.world_size if args.gather_across_devices else 1
         age = bank / (args.total_train_batch_size / args.world_size * shared)
         lines.insert(len(lines) - 3, f"oldest bank entry     {age:.1f} updates old")
+    if trainer.set_shares:
+        lines += set_lines(args, trainer.set_shares)
     return "\n".join(lines)
 
 
@@ -378,37 +393,6 @@ def warn_about_batch_norm(model: nn.Module) -> None:
             f"the model has BatchNorm ({names[0]}{' and others' if len(names) > 1 else ''}): it normalises with the "
             "statistics of each micro-batch, so accumulated gradients differ from those of one large batch, and bank "
             "entries carry the statistics of their time. Prefer LayerNorm, or put BatchNorm in eval mode."
-        )
-
-
-def _columns(dataset: Any) -> list[str]:
-    """Text columns in order; those of the first data set where there are several."""
-    if isinstance(dataset, dict):
-        dataset = next(iter(dataset.values()), None)
-    names = list(getattr(dataset, "column_names", None) or [])
-    return [name for name in names if name not in ("label", "labels", "score", "scores", "dataset_name")]
-
-
-def _fill_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, columns: list[str]) -> None:
-    """First column: query; the others: documents; with the model's own prompts."""
-    if not columns:
-        return
-    roles = {name: "query" if position == 0 else "document" for position, name in enumerate(columns)}
-    if not args.router_mapping:
-        args.router_mapping = dict(roles)
-    if args.prompts is None:
-        prompts = {name: model.prompts.get(role) for name, role in roles.items()}
-        args.prompts = {name: prompt for name, prompt in prompts.items() if prompt} or None
-
-
-def _check_negatives(args: ContAccumTrainingArguments, loss: Any, columns: list[str]) -> None:
-    if columns and len(columns) < 2:
-        raise ConfigError(f"the training data has only the column {columns[0]!r}: it needs a query and a positive")
-    baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    if baseline and len(columns) == 2 and args.per_device_train_batch_size == 1 and not args.gather_across_devices:
-        raise ConfigError(
-            f"method={args.method} with per_device_train_batch_size=1 and no hard negatives: a query has no negative "
-            "and the loss is always 0. Raise the batch size, add hard negatives, or set method=contaccum"
         )
 
 

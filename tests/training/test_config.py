@@ -29,7 +29,7 @@ def test_command_line_overrides_the_file(tmp_path: Path) -> None:
     model, data, args = parse([path, "--bank_size", "128", "--temperature=0.1"])
     assert (args.bank_size, args.temperature, args.learning_rate) == (128, 0.1, 1e-4)
     assert (args.mask_duplicates, args.save_strategy) == (False, "no")
-    assert (model.model, model.tied, data.train_data, data.on_bad_record) == ("m", False, "d", "stop")
+    assert (model.model, model.tied, data.train_data, data.on_bad_record) == ("m", False, ["d"], "stop")
 
 
 def test_later_files_override_earlier_ones(tmp_path: Path) -> None:
