@@ -66,7 +66,9 @@ class TrainingSet:
         return {name: prompt for name, prompt in by_column.items() if prompt}
 
 
-def parse_training_sets(given: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any]) -> list[TrainingSet]:
+def parse_training_sets(
+    given: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any] | None = None
+) -> list[TrainingSet]:
     """Training sets from paths and mappings; a text that begins with `{` is a mapping in JSON.
 
     Args:
@@ -77,7 +79,7 @@ def parse_training_sets(given: Sequence[str | Mapping[str, Any]], common: Mappin
     Raises:
         ConfigError: an unknown key or a value that cannot be used, or two sets of one name.
     """
-    sets = [_parse(item, common) for item in given]
+    sets = [_parse(item, common or {}) for item in given]
     names = [one.name for one in sets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -209,7 +211,7 @@ def load_training_sets(
     The same text in two sets is the same passage, or the same query: a passage that any set gives a query as its
     positive is no negative of it in another. ::
 
-        sets = load_training_sets(parse_training_sets(["a.jsonl", {"path": "b.csv", "query_prompt": "faq: "}], {}))
+        sets = load_training_sets(parse_training_sets(["a.jsonl", {"path": "b.csv", "query_prompt": "faq: "}]))
         trainer = ContAccumTrainer(model=model, args=args, train_dataset=sets.dataset)
 
     Raises:
