@@ -124,6 +124,18 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
     )
 
+    max_skipped_updates: int = field(
+        default=10,
+        metadata={"help": "Updates with a loss or gradient that is not finite to skip in a run; one more ends it."},
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although the data, its order or the pairs per update are others than the checkpoint's: "
+            "some pairs are then left out or repeated."
+        },
+    )
+
     def __post_init__(self) -> None:
         self._check()
         if not torch.accelerator.is_available():
@@ -186,6 +198,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             )
         if self.fp16 and self.bf16:
             raise ConfigError("fp16=true with bf16=true: choose one")
+        if self.max_skipped_updates < 0:
+            raise ConfigError(f"max_skipped_updates must be at least 0, got {self.max_skipped_updates}")
         self._check_batches()
         bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
         check_settings(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import time
 import weakref
@@ -17,8 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
@@ -38,16 +38,17 @@ from contaccum.training.batches import (
     without_facts,
 )
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
+from contaccum.training.checkpoints import BANK_FILE
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
+from contaccum.training.numerics import SkippedUpdates
+from contaccum.training.resume import ARGUMENTS_FILE
+from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or_zero
 
 logger = logging.getLogger(__name__)
 
-BANK_FILE = "contaccum_bank.safetensors"
-ARGUMENTS_FILE = "training_args.json"
 
-
-class ContAccumTrainer(SentenceTransformerTrainer):
+class ContAccumTrainer(WindowedTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -120,11 +121,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.update: dict[str, Any] = {}
         self._update_started = 0.0
         self._collapse = CollapseWatch()
+        self.skips = SkippedUpdates(args.max_skipped_updates)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
         self.add_callback(EpochOrderCallback(self._batch_samplers, self._draws, self._order_seed(args.seed)))
         self.add_callback(TrainLogCallback(self))
+        self.add_callback(WindowCallback(self))  # after the log: an update that is saved has its line
 
     # The bank ------------------------------------------------------------------------------------------------------
 
@@ -141,34 +144,23 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 bank_loss.know_positives(*self._known_positives)
         return loss
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Before the rest: transformers writes trainer_state.json last, so a checkpoint that has it has its bank.
-        if self.args.should_save and not self.args.save_only_model:
-            state = {
-                f"{index}.{key}": value.contiguous()
-                for index, loss in enumerate(self.bank_losses())
-                for key, value in loss.bank_state_dict().items()
-            }
-            if self.balancer is not None:
-                state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
-            if state:
-                folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-                os.makedirs(folder, exist_ok=True)
-                save_file(state, os.path.join(folder, BANK_FILE))
-        super()._save_checkpoint(model, trial)
+    def bank_state(self) -> dict[str, Tensor]:
+        state = {
+            f"{index}.{key}": value
+            for index, loss in enumerate(self.bank_losses())
+            for key, value in loss.bank_state_dict().items()
+        }
+        if self.balancer is not None:
+            state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
+        return state
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+    def load_bank_state(self, state: dict[str, Tensor], checkpoint: str) -> None:
         losses = list(self.bank_losses())
-        if checkpoint is None or not (losses or self.balancer):
-            return
-        path = os.path.join(checkpoint, BANK_FILE)
-        if not os.path.isfile(path):
+        if losses and not state:
             raise UserError(
-                f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was this checkpoint written with "
-                "save_only_model, or another method? Start from its weights instead, without --resume_from_checkpoint"
+                f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was it written by another method? Start "
+                "from its weights instead, without --resume_from_checkpoint"
             )
-        state = load_file(path, device=str(self.args.device))
         for index, loss in enumerate(losses):
             prefix = f"{index}."
             loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
@@ -223,11 +215,21 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self._update_started = self._update_started or time.perf_counter()
         self.update["pairs"] += _batch_size(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if isinstance(self.loss, ContAccumLoss):
-            # Log the loss of the local rows: that of stale rows says nothing about the encoder of today.
-            loss = self.loss.last["local_loss"].to(loss) / self.current_gradient_accumulation_steps
         self.update["loss"] += loss
+        return finite_or_zero(loss)
+
+    def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float) -> Tensor:
+        loss = super().micro_step(model, inputs, share)
+        if isinstance(self.loss, ContAccumLoss) and self.loss.last:
+            # Log the loss of the local rows: that of stale rows says nothing about the encoder of today.
+            local = self.loss.last["local_loss"].to(loss) * share / self.current_gradient_accumulation_steps
+            loss = torch.where(torch.isfinite(loss), local, loss)
         return loss
+
+    def losses_replaced(self, losses: list[Tensor]) -> None:
+        self.update["loss"].zero_()
+        for loss in losses:
+            self.update["loss"] += loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._read_tower_grad_norms()
@@ -261,16 +263,20 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "pairs_per_second": self.update["pairs"] * self.args.world_size / seconds,
             "peak_memory_mb": peak_memory_mb(self.args.device),
         }
-        for loss_fn in [loss.info_nce for loss in self.bank_losses() if loss.info_nce is not None][:1]:
+        for loss_fn in [x.info_nce for x in self.bank_losses() if x.info_nce is not None and x.last][:1]:
             record |= {"columns": loss_fn.last["columns"], "embedding_spread": float(loss_fn.last["embedding_spread"])}
             record |= loss_fn.drift_record()
             for warning in self._collapse.observe(record):
                 logger.warning(warning)
+        self.skips.observe(record["loss"])
+        record |= self.skips.present
+        record = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
         self.update, self._update_started = {}, now
         self._last_record = record
         return record
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs = self.skips.correct(logs)
         record = getattr(self, "_last_record", None)
         if "loss" in logs and record is not None:
             keys = ["grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "pairs_per_second"]
