@@ -26,6 +26,7 @@ from contaccum.training.callbacks import TRAIN_LOG
 from contaccum.training.checkpoint_folder import (
     CheckpointWriter,
     fault_of,
+    find_checkpoints,
     force_to_disk,
     last_valid,
     one_line_when_full,
@@ -168,6 +169,8 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
     ) -> Any:
         """As in transformers; ``True`` and ``"last"`` are the newest checkpoint that can be used.
 
+        ``"auto"`` is that too, or a start where there is none yet: for jobs that are started again and again.
+
         Raises:
             UserError: for a checkpoint that is not whole or not this run's, or a disk that is full.
         """
@@ -175,9 +178,11 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
         if resume_from_checkpoint not in (None, False, ""):
             checkpoint = self._on_first_rank(lambda: self._choose_checkpoint(str(resume_from_checkpoint)))
         with one_line_when_full("the run's files", str(self.args.output_dir), "Make room, and resume from `last`"):
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
+            return super().train(checkpoint or None, trial, ignore_keys_for_eval)
 
     def _choose_checkpoint(self, asked: str) -> str:
+        if asked.lower() == "auto" and not any(find_checkpoints(str(self.args.output_dir))):
+            return ""
         if asked.lower() in ("true", "last", "auto"):
             path, passed = last_valid(str(self.args.output_dir))
             for one in passed:

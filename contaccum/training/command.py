@@ -138,14 +138,16 @@ def check_output_dir(path: str) -> None:
 
 
 def check_resume(value: str | bool | None, output_dir: str) -> str | None:
-    """What to resume from, before any work: ``last`` or a checkpoint's folder, which the trainer will check; or None.
+    """What to resume from, before any work: ``last``, ``auto`` or a folder, which the trainer will check; or None.
 
     Raises:
         UserError: when there is nothing of that name.
     """
     if value is None or str(value).lower() in ("", "false", "none"):
         return None
-    if str(value).lower() in ("true", "last", "auto"):
+    if str(value).lower() == "auto":
+        return "auto"
+    if str(value).lower() in ("true", "last"):
         if not any(Path(output_dir).glob("*checkpoint-*")):
             raise UserError(f"{output_dir}: no checkpoint to resume from; drop --resume_from_checkpoint to start anew")
         return "last"
