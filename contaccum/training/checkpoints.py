@@ -34,6 +34,7 @@ from contaccum.training.checkpoint_folder import (
 )
 from contaccum.training.resume import FACTS_FILE, read_facts, refuse_or_list_changes, run_facts
 from contaccum.training.safe_state import load_state, random_states, save_state, set_random_states
+from contaccum.training.sizes import set_micro_batch
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +178,19 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
         checkpoint = None
         if resume_from_checkpoint not in (None, False, ""):
             checkpoint = self._on_first_rank(lambda: self._choose_checkpoint(str(resume_from_checkpoint)))
+            if checkpoint:
+                self._take_sizes(read_facts(Path(checkpoint)))
         with one_line_when_full("the run's files", str(self.args.output_dir), "Make room, and resume from `last`"):
             return super().train(checkpoint or None, trial, ignore_keys_for_eval)
+
+    def _take_sizes(self, facts: dict[str, Any]) -> None:
+        """A micro-batch that was found is found once a run: what is trained depends on it."""
+        if self.args.finds_micro_batch:
+            self.take_micro_batch(int(facts["pairs per micro-batch"]))
+
+    def take_micro_batch(self, n: int) -> None:
+        """From now on micro-batches of ``n`` pairs, and as many of them as an update's pairs need."""
+        set_micro_batch(self.args, n)
 
     def _choose_checkpoint(self, asked: str) -> str:
         if asked.lower() == "auto" and not any(find_checkpoints(str(self.args.output_dir))):
@@ -193,6 +205,7 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
             if fault is not None:
                 raise UserError(f"{path}: cannot be resumed from: {fault}")
         facts = read_facts(path)
+        self._take_sizes(facts)
         for line in refuse_or_list_changes(self, path, facts):
             logger.warning(line)
         inside = f", and {facts['micro_steps']} micro-steps of the next" if facts["micro_steps"] else ""

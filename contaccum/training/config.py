@@ -153,6 +153,9 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
         allow_abbrev=False,
     )
+    for action in parser._actions:
+        if action.dest == "per_device_train_batch_size":
+            action.type = _size_or_auto
     files: list[str] = []
     rest = list(argv)
     while rest and not rest[0].startswith("-"):
@@ -183,6 +186,10 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         if not value:
             raise ConfigError(f"{key} is not set: add `{key}: ...` to the config, or --{key} on the command line")
     return model, data, args
+
+
+def _size_or_auto(value: str) -> int | str:
+    return "auto" if value.lower() == "auto" else int(value)
 
 
 def _as_options(name: str, known: set[str]) -> list[str]:

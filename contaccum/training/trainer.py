@@ -43,6 +43,7 @@ from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
 from contaccum.training.numerics import SkippedUpdates
 from contaccum.training.resume import ARGUMENTS_FILE
+from contaccum.training.sizes import keep_memory_limit
 from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or_zero
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class ContAccumTrainer(WindowedTrainer):
             args = ContAccumTrainingArguments(output_dir="runs/contaccum")
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
+        keep_memory_limit(args)
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
         self._draws = draws_of(train_dataset)
         self._known_positives = known_positives(args, self._draws + draws_of(eval_dataset))
@@ -389,7 +391,8 @@ def _check_negatives(args: ContAccumTrainingArguments, loss: Any, columns: list[
     if columns and len(columns) < 2:
         raise ConfigError(f"the training data has only the column {columns[0]!r}: it needs a query and a positive")
     baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    if baseline and len(columns) == 2 and args.per_device_train_batch_size == 1 and not args.gather_across_devices:
+    alone = args.per_device_train_batch_size == 1 and not (args.gather_across_devices or args.finds_micro_batch)
+    if baseline and len(columns) == 2 and alone:
         raise ConfigError(
             f"method={args.method} with per_device_train_batch_size=1 and no hard negatives: a query has no negative "
             "and the loss is always 0. Raise the batch size, add hard negatives, or set method=contaccum"

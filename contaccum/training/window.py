@@ -24,6 +24,7 @@ from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.training.checkpoints import CheckpointedTrainer
 from contaccum.training.memory_errors import free_memory, is_out_of_memory, split_rows, what_else_to_turn
+from contaccum.training.memory_fit import find_micro_batch
 from contaccum.training.numerics import SkippedUpdates, nothing_but_nan, poisoned, rows_of_batches
 from contaccum.training.safe_state import random_states, set_random_states
 from contaccum.training.signals import StopSignals, TrainingStopped
@@ -92,6 +93,27 @@ class WindowedTrainer(CheckpointedTrainer):
                 raise UserError(
                     f"out of memory {where}: {what_else_to_turn(self.args, stepping=self._stepping)}"
                 ) from (error)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # Here, where transformers has switched gradient checkpointing on, and before it asks for sizes.
+        if self.args.finds_micro_batch:
+            self.take_micro_batch(find_micro_batch(self))
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def take_micro_batch(self, n: int) -> None:
+        super().take_micro_batch(n)
+        self._train_batch_size = self.args.train_batch_size
+        if isinstance(self.loss, CachedMultipleNegativesRankingLoss):
+            self.loss.mini_batch_size = n
+
+    def try_micro_step(self, inputs: dict[str, Any]) -> None:
+        """Forward and backward as in training, beside it."""
+        self.current_gradient_accumulation_steps = 1
+        self._share = 1.0
+        try:
+            super().training_step(self.model, inputs)
+        finally:
+            self._share = None
 
     # Micro-steps ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +205,7 @@ class WindowedTrainer(CheckpointedTrainer):
             again = True
 
     def _shrink(self, window: Window, what: str) -> None:
-        least = 1 if self._alone_has_negatives else 2
+        least = 1 if self.alone_has_negatives else 2
         if world_size() > 1:
             raise UserError(
                 f"out of memory on rank {self.args.process_index} ({what}): ranks meet in every update, so that one "
@@ -241,7 +263,7 @@ class WindowedTrainer(CheckpointedTrainer):
             loss.mini_batch_size = given
 
     @property
-    def _alone_has_negatives(self) -> bool:
+    def alone_has_negatives(self) -> bool:
         """Whether a query alone has negatives: those of a bank, or hard ones."""
         in_batch = self.args.method in ("in_batch", "grad_accum") and not any(True for _ in self.bank_losses())
         return not in_batch or len(self.args.router_mapping or ()) > 2
