@@ -1,6 +1,7 @@
 """The `contaccum` command: finds the subcommand, turns the user's mistakes into one line and exit code 2.
 
-Exit codes: 0 done; 2 a mistake of the user's; 130 interrupted; 1 (with a traceback) a defect of ours.
+Exit codes: 0 done; 2 a mistake of the user's; 130 and 143 stopped by SIGINT and SIGTERM, training after it has saved;
+1 (with a traceback) a defect of ours.
 """
 
 from __future__ import annotations

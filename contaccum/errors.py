@@ -17,3 +17,7 @@ class ConfigError(UserError, ValueError):
 
 class DataError(UserError, ValueError):
     """A file or record that cannot be used; the message starts with the file and, where known, the line."""
+
+
+class NotFiniteError(ValueError):
+    """Embeddings, a loss or a gradient that are NaN or infinite; nothing was stored of them."""

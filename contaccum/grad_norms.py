@@ -130,6 +130,14 @@ class TowerGradNorms:
             if gradients:
                 torch._foreach_mul_(gradients, factors[name])
 
+    def state(self) -> dict[str, Any]:
+        """What the update under way has gathered so far."""
+        return {"squares": dict(self._squares), "factors": dict(self._factors)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        self._squares, self._factors = dict(state["squares"]), dict(state["factors"])
+
     def close(self) -> None:
         """Take the hook off the model."""
         if self._hook is not None:

@@ -18,6 +18,7 @@ from contaccum.bank_block import BankBlock
 from contaccum.banked_module import AGES, BankedModule
 from contaccum.distributed import gather_batch, world_size
 from contaccum.duplicates import KnownPositives
+from contaccum.errors import NotFiniteError
 from contaccum.loss_parts import Entry, LossWithGradients, softmax, without_mean
 from contaccum.memory_bank import NO_ID, check_embeddings
 from contaccum.settings import check_settings
@@ -138,12 +139,15 @@ class BankedInfoNCE(BankedModule):
             A scalar, float32 at least. It is differentiable once, with respect to the three embeddings.
 
         Raises:
-            ValueError: for shapes that do not agree, an embedding size other than the bank's, NaN embeddings.
+            ValueError: for shapes that do not agree, an embedding size other than the bank's.
+            NotFiniteError (a ValueError): for NaN embeddings.
         """
         check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
-        if self._may_look(queries) and any(bool(torch.isnan(x).any()) for x in inputs):
-            raise ValueError(
+        # Never on one rank alone: the others would wait for it.
+        alone = not (self.gather_across_devices and world_size() > 1)
+        if alone and self._may_look(queries) and any(bool(torch.isnan(x).any()) for x in inputs):
+            raise NotFiniteError(
                 "the embeddings of this micro-batch hold NaN: look for a learning rate too high, fp16 overflow "
                 "(bf16 has none), or empty texts under mean pooling. The bank is untouched."
             )

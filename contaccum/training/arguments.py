@@ -17,6 +17,7 @@ from contaccum.errors import ConfigError
 from contaccum.grad_norms import BALANCES
 from contaccum.settings import check_settings
 from contaccum.training.set_sampling import DEFAULT_SAMPLING_TEMPERATURE, SET_SAMPLERS, take_set_sampling
+from contaccum.training.sizes import check_memory_limit, fit_sizes, keep_asked, pairs_per_update
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
@@ -170,8 +171,37 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
     )
 
+    # Given, or else what the sizes come to: always read as pairs per update. See the property at the end of this file.
+    total_train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs per update, on all devices. Given, gradient_accumulation_steps follows from it; "
+            "per_device_train_batch_size=auto then finds the largest micro-batch that memory has room for."
+        },
+    )
+    memory_limit_gb: float | None = field(
+        default=None,
+        metadata={
+            "help": "Use no more of the GPU's memory than this, in GB of 2^30 bytes, as if the card had no more."
+        },
+    )
+    max_skipped_updates: int = field(
+        default=10,
+        metadata={"help": "Updates with a loss or gradient that is not finite to skip in a run; one more ends it."},
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although the data, its order or the pairs per update are others than the checkpoint's: "
+            "some pairs are then left out or repeated."
+        },
+    )
+
     def __post_init__(self) -> None:
         own_sampler = take_set_sampling(self)
+        self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
+        if self.finds_micro_batch:
+            self.per_device_train_batch_size = 1  # until the trainer has found it
         self._check()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
@@ -185,6 +215,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
                 "replicas forget what they put into the bank: start one process per GPU with torchrun, or show one GPU "
                 "with CUDA_VISIBLE_DEVICES"
             )
+        fit_sizes(self)
+        check_memory_limit(self)
         if self.method == "grad_cache" and self.grad_cache_mini_batch_size is None:
             # One batch per update, encoded in micro-batches: what GradCache computes.
             self.grad_cache_mini_batch_size = self.per_device_train_batch_size
@@ -235,6 +267,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         if self.fp16 and self.bf16:
             raise ConfigError("fp16=true with bf16=true: choose one")
         self._check_refresh()
+        if self.max_skipped_updates < 0:
+            raise ConfigError(f"max_skipped_updates must be at least 0, got {self.max_skipped_updates}")
         self._check_batches()
         bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
         check_settings(
@@ -282,7 +316,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
                 "batch_sampler=batch_sampler or no_duplicates"
             )
         whole = self.gradient_accumulation_steps if self.method == "grad_cache" else 1
-        if asked and self.per_device_train_batch_size * whole == 1:
+        if asked and self.per_device_train_batch_size * whole == 1 and not self.finds_micro_batch:
             raise ConfigError(
                 f"per_device_train_batch_size=1 with {asked[0]}: a batch of one row has nothing to group. Raise "
                 f"per_device_train_batch_size, or drop {asked[0]}"
@@ -323,13 +357,12 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         return self.grad_cache_mini_batch_size or self.per_device_train_batch_size
 
     @property
-    def total_train_batch_size(self) -> int:
-        """Pairs per update: N_total of the paper."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
-
-    @property
     def scaled_learning_rate(self) -> float:
         """The learning rate after ``learning_rate_scaling``."""
-        ratio = self.total_train_batch_size / self.learning_rate_base_batch_size
+        ratio = pairs_per_update(self) / self.learning_rate_base_batch_size
         factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
         return self.learning_rate * factor
+
+
+# Not in the class: there it would be taken for the field's default.
+ContAccumTrainingArguments.total_train_batch_size = property(pairs_per_update, keep_asked)  # type: ignore[assignment]

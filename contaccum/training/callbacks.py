@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from contaccum.training.checkpoint_folder import replace_file, write_json
+
 if TYPE_CHECKING:
     from contaccum.data.draws import Draws
     from contaccum.training.trainer import ContAccumTrainer
@@ -53,8 +55,7 @@ class TrainLogCallback(TrainerCallback):
         if not self.trainer.quiet:
             print(describe_run(self.trainer), flush=True)
         os.makedirs(str(args.output_dir), exist_ok=True)
-        with open(os.path.join(str(args.output_dir), RUN_RECORD), "w", encoding="utf-8") as file:
-            json.dump(run_record(self.trainer), file, indent=2, default=str)
+        write_json(os.path.join(str(args.output_dir), RUN_RECORD), run_record(self.trainer))
         self._keep_log_until(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -76,9 +77,8 @@ class TrainLogCallback(TrainerCallback):
         kept = []
         for line in lines:
             try:
-                if json.loads(line)["update"] <= update:
+                if json.loads(line)["update"] <= update and line.endswith("\n"):
                     kept.append(line)
-            except (ValueError, KeyError):  # a line cut short by a kill
+            except (ValueError, KeyError):  # a line cut short by a kill or a full disk
                 continue
-        with open(self._path, "w", encoding="utf-8") as file:
-            file.writelines(kept)
+        replace_file(self._path, "".join(kept))

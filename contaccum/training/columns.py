@@ -68,11 +68,12 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, dataset: Any) -> 
     """
     by_set = {name: columns for name, columns in columns_by_set(dataset).items() if columns}
     baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
+    alone = args.per_device_train_batch_size == 1 and not (args.gather_across_devices or args.finds_micro_batch)
     for name, columns in by_set.items():
         of = "the training data" if name is None else f"training set {name!r}"
         if len(columns) < 2:
             raise ConfigError(f"{of} has only the column {columns[0]!r}: it needs a query and a positive")
-        if baseline and len(columns) == 2 and args.per_device_train_batch_size == 1 and not args.gather_across_devices:
+        if baseline and len(columns) == 2 and alone:
             raise ConfigError(
                 f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in {of}: a query has "
                 "no negative and the loss is always 0. Raise the batch size, add hard negatives, or set "

@@ -11,7 +11,6 @@ from typing import Any
 
 from sentence_transformers.sentence_transformer.modules import Router
 from transformers import set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from contaccum.data.fields import parse_columns
 from contaccum.data.pairs import TrainingData, load_training_data
@@ -42,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
     model_args, data_args, args = parse(argv)
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
+    resume = check_resume(args.resume_from_checkpoint, output_dir)
     data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
     print(data.summary())
     mining_data = load_mining_data_of(data_args, args)
@@ -56,7 +56,8 @@ def run(argv: Sequence[str]) -> int:
         mining_data=mining_data,
         data_sets=data.records(),
     )
-    trainer.train(resume_from_checkpoint=resolve_resume(args.resume_from_checkpoint, output_dir))
+    trainer.config_beside = {**asdict(model_args), **asdict(data_args)}
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
         if data_args.streaming:
@@ -190,15 +191,20 @@ def check_output_dir(path: str) -> None:
         raise UserError(f"{path}: {nearest} is not writable; choose another --output_dir")
 
 
-def resolve_resume(value: str | bool | None, output_dir: str) -> str | None:
-    """``true``, ``last`` or ``auto``: the newest checkpoint of ``output_dir``; a path: that one; nothing: None."""
+def check_resume(value: str | bool | None, output_dir: str) -> str | None:
+    """What to resume from, before any work: ``last``, ``auto`` or a folder, which the trainer will check; or None.
+
+    Raises:
+        UserError: when there is nothing of that name.
+    """
     if value is None or str(value).lower() in ("", "false", "none"):
         return None
-    if str(value).lower() in ("true", "last", "auto"):
-        found = get_last_checkpoint(output_dir)
-        if found is None:
+    if str(value).lower() == "auto":
+        return "auto"
+    if str(value).lower() in ("true", "last"):
+        if not any(Path(output_dir).glob("*checkpoint-*")):
             raise UserError(f"{output_dir}: no checkpoint to resume from; drop --resume_from_checkpoint to start anew")
-        return found
+        return "last"
     if not os.path.isfile(os.path.join(str(value), "trainer_state.json")):
         raise UserError(f"{value}: not a checkpoint (no trainer_state.json in it)")
     return str(value)

@@ -181,6 +181,9 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
         allow_abbrev=False,
     )
+    for action in parser._actions:
+        if action.dest == "per_device_train_batch_size":
+            action.type = _size_or_auto
     files: list[str] = []
     rest = list(argv)
     while rest and not rest[0].startswith("-"):
@@ -257,6 +260,10 @@ def _take_weights(sets: Sequence[TrainingSet], args: ContAccumTrainingArguments)
         args.multi_dataset_batch_sampler = take_set_sampling(args) or args.multi_dataset_batch_sampler
     if args.set_sampler == "weights":
         named_weights(args, [one.name for one in sets])
+
+
+def _size_or_auto(value: str) -> int | str:
+    return "auto" if value.lower() == "auto" else int(value)
 
 
 def _as_options(name: str, known: set[str]) -> list[str]:

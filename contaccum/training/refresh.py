@@ -167,7 +167,7 @@ class NegativeRefresh:
         # In a tiny pool there may be too few: then one is there twice.
         return [self.data.documents[chosen[i % len(chosen)]].passage for i in range(h)]
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """The negatives in use, for a run that resumes between two refreshes."""
         at = -1 if self.at is None else self.at
         save_file({"rows": torch.from_numpy(self.rows), "at": torch.tensor(at)}, os.path.join(folder, NEGATIVES_FILE))

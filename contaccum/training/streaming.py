@@ -6,7 +6,6 @@ of ``contaccum.data.streams``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,7 +97,7 @@ def _collate(collate: Any, rows: list[dict[str, Any]] | None) -> Any:
 
 
 class StreamCallback(TrainerCallback):
-    """Tells a stream where a resumed run goes on, and writes into checkpoints what is known of its length."""
+    """Tells a stream where a resumed run goes on."""
 
     def __init__(self, data: StreamedSets) -> None:
         self.data = data
@@ -108,8 +107,3 @@ class StreamCallback(TrainerCallback):
     ) -> None:
         done = 0 if args.ignore_data_skip else state.global_step * args.gradient_accumulation_steps
         self.data.skip(done)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        folder = os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}")
-        if state.is_world_process_zero and os.path.isdir(folder):
-            self.data.save(folder)

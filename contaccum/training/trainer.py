@@ -10,20 +10,22 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.draws import draws_of
+from contaccum.data.stream_batches import StreamedSets
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
@@ -39,21 +41,23 @@ from contaccum.training.batches import (
     without_facts,
 )
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
+from contaccum.training.checkpoints import BANK_FILE
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.columns import check_columns, fill_roles, text_columns_of
 from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
+from contaccum.training.numerics import SkippedUpdates
 from contaccum.training.refresh import make_refresh, with_row_numbers
+from contaccum.training.resume import ARGUMENTS_FILE
 from contaccum.training.set_sampling import set_lines
+from contaccum.training.sizes import keep_memory_limit
 from contaccum.training.streaming import check_stream
+from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or_zero
 
 logger = logging.getLogger(__name__)
 
-BANK_FILE = "contaccum_bank.safetensors"
-ARGUMENTS_FILE = "training_args.json"
 
-
-class ContAccumTrainer(SetLoadingTrainer):
+class ContAccumTrainer(SetLoadingTrainer, WindowedTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -86,7 +90,6 @@ class ContAccumTrainer(SetLoadingTrainer):
         trainer.train()
     """
 
-    training_args_class = ContAccumTrainingArguments
     args: ContAccumTrainingArguments
 
     def __init__(
@@ -107,6 +110,7 @@ class ContAccumTrainer(SetLoadingTrainer):
             args = ContAccumTrainingArguments(output_dir="runs/contaccum")
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
+        keep_memory_limit(args)
         args = copy.copy(args)  # routes and prompts below belong to this model and data set
         if args.refresh_negatives_every is not None:
             train_dataset = with_row_numbers(train_dataset)
@@ -135,11 +139,13 @@ class ContAccumTrainer(SetLoadingTrainer):
         self.mined: dict[str, float] = {}
         self._update_started = 0.0
         self._collapse = CollapseWatch()
+        self.skips = SkippedUpdates(args.max_skipped_updates)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
         self.add_callback(EpochOrderCallback(self._batch_samplers, self._draws, self._order_seed(args.seed)))
         self.add_callback(TrainLogCallback(self))
+        self.add_callback(WindowCallback(self))  # after the log: an update that is saved has its line
 
     # The bank ------------------------------------------------------------------------------------------------------
 
@@ -156,38 +162,35 @@ class ContAccumTrainer(SetLoadingTrainer):
                 bank_loss.know_positives(*self._known_positives)
         return loss
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Before the rest: transformers writes trainer_state.json last, so a checkpoint that has it has its bank.
-        if self.args.should_save and not self.args.save_only_model:
-            state = {
-                f"{index}.{key}": value.contiguous()
-                for index, loss in enumerate(self.bank_losses())
-                for key, value in loss.bank_state_dict().items()
-            }
-            if self.balancer is not None:
-                state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
-            folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-            os.makedirs(folder, exist_ok=True)
-            if state:
-                save_file(state, os.path.join(folder, BANK_FILE))
-            if self.refresh is not None:
-                self.refresh.save(folder)
-        super()._save_checkpoint(model, trial)
+    def bank_state(self) -> dict[str, Tensor]:
+        state = {
+            f"{index}.{key}": value
+            for index, loss in enumerate(self.bank_losses())
+            for key, value in loss.bank_state_dict().items()
+        }
+        if self.balancer is not None:
+            state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
+        return state
+
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)
+        if self.args.should_save:
+            for part in (self.refresh, self.train_dataset if isinstance(self.train_dataset, StreamedSets) else None):
+                if part is not None:
+                    part.save(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        losses = list(self.bank_losses())
         if checkpoint is not None and self.refresh is not None:
             self.refresh.load(checkpoint)
-        if checkpoint is None or not (losses or self.balancer):
-            return
-        path = os.path.join(checkpoint, BANK_FILE)
-        if not os.path.isfile(path):
+
+    def load_bank_state(self, state: dict[str, Tensor], checkpoint: str) -> None:
+        losses = list(self.bank_losses())
+        if losses and not state:
             raise UserError(
-                f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was this checkpoint written with "
-                "save_only_model, or another method? Start from its weights instead, without --resume_from_checkpoint"
+                f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was it written by another method? Start "
+                "from its weights instead, without --resume_from_checkpoint"
             )
-        state = load_file(path, device=str(self.args.device))
         for index, loss in enumerate(losses):
             prefix = f"{index}."
             loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
@@ -257,11 +260,21 @@ class ContAccumTrainer(SetLoadingTrainer):
             self._update_started = self._update_started or time.perf_counter()
         self.update["pairs"] += _batch_size(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if isinstance(self.loss, ContAccumLoss):
-            # Log the loss of the local rows: that of stale rows says nothing about the encoder of today.
-            loss = self.loss.last["local_loss"].to(loss) / self.current_gradient_accumulation_steps
         self.update["loss"] += loss
+        return finite_or_zero(loss)
+
+    def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float) -> Tensor:
+        loss = super().micro_step(model, inputs, share)
+        if isinstance(self.loss, ContAccumLoss) and self.loss.last:
+            # Log the loss of the local rows: that of stale rows says nothing about the encoder of today.
+            local = self.loss.last["local_loss"].to(loss) * share / self.current_gradient_accumulation_steps
+            loss = torch.where(torch.isfinite(loss), local, loss)
         return loss
+
+    def losses_replaced(self, losses: list[Tensor]) -> None:
+        self.update["loss"].zero_()
+        for loss in losses:
+            self.update["loss"] += loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._read_tower_grad_norms()
@@ -295,17 +308,20 @@ class ContAccumTrainer(SetLoadingTrainer):
             "pairs_per_second": self.update["pairs"] * self.args.world_size / seconds,
             "peak_memory_mb": peak_memory_mb(self.args.device),
         }
-        for loss_fn in [loss.info_nce for loss in self.bank_losses() if loss.info_nce is not None][:1]:
+        for loss_fn in [x.info_nce for x in self.bank_losses() if x.info_nce is not None and x.last][:1]:
             record |= {"columns": loss_fn.last["columns"], "embedding_spread": float(loss_fn.last["embedding_spread"])}
             record |= loss_fn.drift_record()
             for warning in self._collapse.observe(record):
                 logger.warning(warning)
-        record |= self.mined
+        self.skips.observe(record["loss"])
+        record |= self.skips.present | self.mined
+        record = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
         self.update, self.mined, self._update_started = {}, {}, now
         self._last_record = record
         return record
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs = self.skips.correct(logs)
         record = getattr(self, "_last_record", None)
         if "loss" in logs and record is not None:
             keys = ["grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "pairs_per_second"]

@@ -18,9 +18,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import set_seed
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError
 from contaccum.training.callbacks import RUN_RECORD, TRAIN_LOG
-from contaccum.training.trainer import BANK_FILE
 
 METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch"]
 
@@ -127,19 +126,6 @@ def test_drift_is_logged_and_a_run_that_probes_resumes_bit_for_bit(
         expected, state = state_of(straight), state_of(resumed)
         assert state.keys() == expected.keys()
         assert [key for key in expected if not torch.equal(state[key], expected[key])] == []
-
-
-def test_checkpoint_without_a_bank_is_refused(build: Any, tmp_path: Path) -> None:
-    args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
-    ContAccumTrainer(model=build(), args=args, train_dataset=pairs(12)).train()
-    checkpoint = tmp_path / "checkpoint-1"
-    assert not list(checkpoint.glob("training_args.bin"))  # arguments are JSON, never pickled
-    assert json.loads((checkpoint / "training_args.json").read_text())["method"] == "contaccum"
-    (checkpoint / BANK_FILE).unlink()
-    with pytest.raises(UserError, match="bank cannot be resumed"):
-        ContAccumTrainer(model=build(), args=arguments(tmp_path, max_steps=2), train_dataset=pairs(12)).train(
-            resume_from_checkpoint=str(checkpoint)
-        )
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,182 @@
+"""Runs a tiny training again and again in forks of one process, and kills them: a script for test_killed_runs.py.
+
+A start of Python with torch and transformers takes seconds, a fork of one that has them none. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from sample_texts import WORDS, sentences
+from transformers import BertConfig, BertTokenizerFast, set_seed
+from transformers.utils import logging as transformers_logging
+
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.training.window import WindowedTrainer
+
+UPDATES = 16
+TIMES = ("seconds", "pairs_per_second", "peak_memory_mb")
+
+
+def build() -> DualEncoder:
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), *WORDS]
+    tokenizer = BertTokenizerFast(vocab={t: i for i, t in enumerate(dict.fromkeys(tokens))}, model_max_length=64)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+    )
+    set_seed(7)
+    return DualEncoder.from_backbone(config, pooling="mean", normalize=True, tokenizer=tokenizer)
+
+
+def trainer_in(folder: Path) -> ContAccumTrainer:
+    rows = {"query": sentences(23, 1), "positive": sentences(23, 2, 9)}
+    args = ContAccumTrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        bank_size=10,
+        max_steps=UPDATES,
+        learning_rate=1e-3,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        logging_steps=1000,
+        disable_tqdm=True,
+        seed=5,
+    )
+    return ContAccumTrainer(model=build(), args=args, train_dataset=Dataset.from_dict(rows), quiet=True)
+
+
+def train(folder: Path) -> ContAccumTrainer:
+    """Train on from the last checkpoint, if there is one."""
+    trainer = trainer_in(folder)
+    trainer.train(resume_from_checkpoint="auto")
+    return trainer
+
+
+def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
+    """All that a run came to, for comparison."""
+    optimizer: Any = trainer.optimizer
+    state = {f"model.{k}": v for k, v in trainer.model.state_dict().items()} | trainer.bank_state()
+    for index, values in optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{index}.{k}": torch.as_tensor(v) for k, v in values.items()}
+    state["random"] = torch.get_rng_state()
+    log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    for line in log:
+        for key in TIMES:
+            del line[key]
+    torch.save({"state": state, "log": log}, folder / "outcome.pt")
+
+
+def fork(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            work()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except Exception:
+        (Path(sys.argv[2]) / "error.txt").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def finish(folder: Path) -> int:
+    return wait(fork(lambda: outcome(folder, train(folder))))
+
+
+def kill_at_random(root: Path, kills: int) -> dict[str, Any]:
+    """One run to its end; one that is killed again and again, each time within a few updates of where it resumed."""
+    codes = [finish(root / "straight")]
+    log = [json.loads(line) for line in (root / "straight" / "train_log.jsonl").read_text().splitlines()]
+    update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
+    draws = random.Random(3)
+    killed, reached = 0, []
+    folder = root / "killed"
+    for _ in range(kills):
+        reading, writing = os.pipe()
+
+        def telling(writing: int = writing) -> None:
+            step = WindowedTrainer.training_step
+
+            def telling_step(*args: Any) -> Any:
+                os.write(writing, b"x")
+                return step(*args)
+
+            WindowedTrainer.training_step = telling_step  # type: ignore[method-assign]
+            outcome(folder, train(folder))
+
+        child = fork(telling)
+        os.close(writing)
+        os.read(reading, 1)  # it trains
+        time.sleep(draws.uniform(0, 1.2 * update))
+        os.kill(child, signal.SIGKILL)
+        killed += wait(child) == -signal.SIGKILL
+        os.close(reading)
+        reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
+    codes.append(finish(folder))
+    return {"codes": codes, "killed": killed, "reached": reached}
+
+
+def signal_at(root: Path, number: int, micro_steps: list[int]) -> dict[str, Any]:
+    """Runs that get a signal in a micro-step, and go on."""
+    codes = [finish(root / "straight")]
+    stops = []
+    for at in micro_steps:
+        folder = root / f"signal-{at}"
+
+        def stopped(folder: Path = folder, at: int = at) -> None:
+            done, step = 0, WindowedTrainer.micro_step
+
+            def counted(self: Any, *args: Any) -> Any:
+                nonlocal done
+                done += 1
+                if done == at:
+                    signal.raise_signal(number)
+                return step(self, *args)
+
+            WindowedTrainer.micro_step = counted  # type: ignore[method-assign]
+            outcome(folder, train(folder))
+
+        stops.append(wait(fork(stopped)))
+        codes.append(finish(folder))
+    return {"codes": codes, "stops": stops}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    what, root = sys.argv[1], Path(sys.argv[2])
+    if what == "random":
+        result = kill_at_random(root, int(sys.argv[3]))
+    else:
+        result = signal_at(root, int(sys.argv[3]), json.loads(sys.argv[4]))
+    print(json.dumps(result))

@@ -1,0 +1,58 @@
+"""Runs that are killed or stopped, and resumed, end as the uninterrupted one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("killed_runs.py")
+
+
+def run_script(*arguments: object) -> dict[str, Any]:
+    paths = os.pathsep.join([str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_same_outcome(expected: Path, found: Path) -> None:
+    one, other = (torch.load(folder / "outcome.pt", weights_only=True) for folder in (expected, found))
+    assert one["state"].keys() == other["state"].keys()
+    assert [key for key, value in one["state"].items() if not torch.equal(value, other["state"][key])] == []
+    assert one["log"] == other["log"]
+    assert [line["update"] for line in one["log"]] == list(range(1, 17))
+
+
+@pytest.mark.slow
+def test_run_killed_at_twenty_random_instants_ends_bit_identical(tmp_path: Path) -> None:
+    found = run_script("random", tmp_path, 20)
+    assert found["codes"] == [0, 0] and found["killed"] >= 18, found  # others came after the end
+    assert len(set(found["reached"])) > 3, found  # all along the way
+    assert_same_outcome(tmp_path / "straight", tmp_path / "killed")
+    left = {path.name for path in (tmp_path / "killed").iterdir()}
+    assert left == {"checkpoint-15", "checkpoint-16", "run.json", "train_log.jsonl", "outcome.pt"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "micro_steps"), [("SIGTERM", [1, 5, 13]), ("SIGINT", [6])])
+def test_signal_saves_after_the_micro_step_and_the_run_goes_on_bit_identical(
+    name: str, micro_steps: list[int], tmp_path: Path
+) -> None:
+    # In the first micro-step, inside an update, at the begin of an epoch (4 updates each); in the last of an update.
+    number = getattr(signal, name).value
+    found = run_script("signal", tmp_path, number, json.dumps(micro_steps))
+    assert found["stops"] == [128 + number] * len(micro_steps)
+    assert found["codes"] == [0] * (1 + len(micro_steps))
+    for at in micro_steps:
+        assert_same_outcome(tmp_path / "straight", tmp_path / f"signal-{at}")
