@@ -129,11 +129,14 @@ def test_a_run_resumes_bit_for_bit_between_refreshes_and_at_one(build: Any, tmp_
         state = state_of(resumed)
         assert [key for key in expected if not torch.equal(state[key], expected[key])] == []
     (tmp_path / "straight" / "checkpoint-4" / NEGATIVES_FILE).unlink()
+    with pytest.raises(UserError, match=NEGATIVES_FILE):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-4"))
+    args = refreshed(tmp_path / "other", refresh_pool=5)
+    other = ContAccumTrainer(model=build(), args=args, train_dataset=without_negatives())
+    with pytest.raises(UserError, match="another refresh_pool"):
+        other.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
     with pytest.raises(UserError, match="written without refresh_negatives_every"):
-        args = refreshed(tmp_path / "again")
-        ContAccumTrainer(model=build(), args=args, train_dataset=without_negatives()).train(
-            resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-4")
-        )
+        other.refresh.load(str(tmp_path))
 
 
 def test_every_method_trains_on_refreshed_negatives_and_the_same_pairs(build: Any, tmp_path: Path) -> None:  # noqa: F811
