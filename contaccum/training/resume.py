@@ -128,7 +128,12 @@ def refuse_or_list_changes(trainer: CheckpointedTrainer, checkpoint: Path, facts
     if not trainer.args.resume_with_changes:
         args = trainer.args
         planned = args.avoids_duplicates or args.groups_by_length or args.topic_column or args.own_batch_sampler
-        ordering = (*BY_FLAG, "per_device_train_batch_size") if planned else BY_FLAG  # plain shuffling knows no batches
+        ordering: tuple[str, ...] = (
+            (*BY_FLAG, "per_device_train_batch_size") if planned else BY_FLAG
+        )  # plain shuffling knows no batches
+        if facts["ranks"] != args.world_size:
+            # sentence-transformers sets it by the number of ranks; it tells at the end of an epoch alone.
+            ordering = tuple(key for key in ordering if key != "dataloader_drop_last")
         _refuse(
             [text for key, text in changed.items() if key in ordering],
             f"{checkpoint}: its place in the data means nothing with",

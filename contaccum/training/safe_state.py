@@ -48,6 +48,8 @@ def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     Raises:
         UserError: when the file cannot be read as such; a pickle cannot.
     """
+    # Ranks on a CPU call it cpu:0, which safetensors does not know.
+    device = "cpu" if torch.device(device).type == "cpu" else device
     try:
         if os.fspath(path).endswith(".json"):
             with open(path, encoding="utf-8") as text:

@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,6 +26,7 @@ from transformers import BertConfig, BertTokenizerFast, set_seed
 from transformers.utils import logging as transformers_logging
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.errors import UserError
 from contaccum.training.window import WindowedTrainer
 
 UPDATES = 16
@@ -46,28 +49,28 @@ def build() -> DualEncoder:
     return DualEncoder.from_backbone(config, pooling="mean", normalize=True, tokenizer=tokenizer)
 
 
-def trainer_in(folder: Path) -> ContAccumTrainer:
-    rows = {"query": sentences(23, 1), "positive": sentences(23, 2, 9)}
-    args = ContAccumTrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-        bank_size=10,
-        max_steps=UPDATES,
-        learning_rate=1e-3,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=2,
-        logging_steps=1000,
-        disable_tqdm=True,
-        seed=5,
-    )
-    return ContAccumTrainer(model=build(), args=args, train_dataset=Dataset.from_dict(rows), quiet=True)
+def trainer_in(folder: Path, model: DualEncoder | None = None, rows: int = 23, **settings: Any) -> ContAccumTrainer:
+    columns = {"query": sentences(rows, 1), "positive": sentences(rows, 2, 9)}
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "bank_size": 10,
+        "max_steps": UPDATES,
+        "learning_rate": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "logging_steps": 1000,
+        "disable_tqdm": True,
+        "seed": 5,
+    }
+    args = ContAccumTrainingArguments(output_dir=str(folder), **{**given, **settings})
+    return ContAccumTrainer(model=model or build(), args=args, train_dataset=Dataset.from_dict(columns), quiet=True)
 
 
-def train(folder: Path) -> ContAccumTrainer:
+def train(folder: Path, **settings: Any) -> ContAccumTrainer:
     """Train on from the last checkpoint, if there is one."""
-    trainer = trainer_in(folder)
+    trainer = trainer_in(folder, **settings)
     trainer.train(resume_from_checkpoint="auto")
     return trainer
 
@@ -98,7 +101,7 @@ def fork(work: Callable[[], None]) -> int:
     except SystemExit as stop:
         code = int(stop.code or 0)
     except Exception:
-        (Path(sys.argv[2]) / "error.txt").write_text(traceback.format_exc())
+        (Path(sys.argv[2]) / f"error-{os.getpid()}.txt").write_text(traceback.format_exc())
     finally:
         os._exit(code)
 
@@ -169,6 +172,55 @@ def signal_at(root: Path, number: int, micro_steps: list[int]) -> dict[str, Any]
     return {"codes": codes, "stops": stops}
 
 
+def on_ranks(count: int, folder: Path, stop_in: int | None = None, **settings: Any) -> list[int]:
+    """A run on several ranks; one of them gets SIGTERM in its micro-step ``stop_in``. Returns their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def rank(number: int) -> None:
+        model = build()  # alone: among ranks, transformers lets only the first write what it is loaded from
+        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done, step = 0, WindowedTrainer.micro_step
+
+        def counted(self: Any, *args: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == stop_in and number == count - 1:
+                signal.raise_signal(signal.SIGTERM)
+            return step(self, *args)
+
+        WindowedTrainer.micro_step = counted  # type: ignore[method-assign]
+        trainer = train(folder, model=model, ddp_backend="gloo", gather_across_devices=True, **settings)
+        if number == 0:
+            outcome(folder, trainer)
+
+    return [wait(child) for child in [fork(lambda number=number: rank(number)) for number in range(count)]]
+
+
+def other_ranks(root: Path) -> dict[str, Any]:
+    """Runs on two ranks: uninterrupted; stopped by a signal to one; resumed on one rank, and refused there."""
+    sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
+    codes = {"straight": on_ranks(2, root / "straight", **sizes)}
+    codes["stopped"] = on_ranks(2, root / "stopped", stop_in=4, **sizes)
+    shutil.copytree(root / "stopped", root / "one")
+    codes["resumed"] = on_ranks(2, root / "stopped", **sizes)
+    codes["one"] = [wait(fork(lambda: outcome(root / "one", train(root / "one", gather_across_devices=True, **sizes))))]
+    shutil.copytree(root / "straight", root / "alone")
+
+    def alone() -> None:
+        try:
+            train(root / "alone", **{**sizes, "max_steps": 8})
+        except UserError as error:
+            assert "each with a bank of its own" in str(error)
+        else:
+            raise AssertionError
+
+    codes["alone"] = [wait(fork(alone))]
+    return codes
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     disable_progress_bars()
@@ -177,6 +229,8 @@ if __name__ == "__main__":
     what, root = sys.argv[1], Path(sys.argv[2])
     if what == "random":
         result = kill_at_random(root, int(sys.argv[3]))
+    elif what == "ranks":
+        result = other_ranks(root)
     else:
         result = signal_at(root, int(sys.argv[3]), json.loads(sys.argv[4]))
     print(json.dumps(result))

@@ -26,12 +26,12 @@ def run_script(*arguments: object) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_same_outcome(expected: Path, found: Path) -> None:
+def assert_same_outcome(expected: Path, found: Path, updates: int = 16) -> None:
     one, other = (torch.load(folder / "outcome.pt", weights_only=True) for folder in (expected, found))
     assert one["state"].keys() == other["state"].keys()
     assert [key for key, value in one["state"].items() if not torch.equal(value, other["state"][key])] == []
     assert one["log"] == other["log"]
-    assert [line["update"] for line in one["log"]] == list(range(1, 17))
+    assert [line["update"] for line in one["log"]] == list(range(1, updates + 1))
 
 
 @pytest.mark.slow
@@ -56,3 +56,20 @@ def test_signal_saves_after_the_micro_step_and_the_run_goes_on_bit_identical(
     assert found["codes"] == [0] * (1 + len(micro_steps))
     for at in micro_steps:
         assert_same_outcome(tmp_path / "straight", tmp_path / f"signal-{at}")
+
+
+@pytest.mark.slow
+def test_ranks_stop_together_and_go_on_as_many_or_as_one(tmp_path: Path) -> None:
+    codes = run_script("ranks", tmp_path)
+    assert codes["straight"] == [0, 0]
+    # The signal came to one rank, in the first micro-step of the second update: both finish it.
+    assert codes["stopped"] == [143, 143] and codes["resumed"] == [0, 0]
+    assert_same_outcome(tmp_path / "straight", tmp_path / "stopped", updates=4)
+    # One rank has the bank, and the pairs that are left.
+    assert codes["one"] == [0]
+    one, two = (torch.load(tmp_path / name / "outcome.pt", weights_only=True) for name in ("one", "straight"))
+    assert [line["update"] for line in one["log"]] == [1, 2, 3, 4]
+    (name,) = [name for name in one["state"] if name.endswith("bank.enqueued")]
+    assert torch.equal(one["state"][name], two["state"][name])
+    # Without gather_across_devices each would have a bank of its own: refused.
+    assert codes["alone"] == [0]
