@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from contaccum.redaction import redact_record
+
 if TYPE_CHECKING:
     from contaccum.data.draws import Draws
     from contaccum.training.trainer import ContAccumTrainer
@@ -54,7 +56,7 @@ class TrainLogCallback(TrainerCallback):
             print(describe_run(self.trainer), flush=True)
         os.makedirs(str(args.output_dir), exist_ok=True)
         with open(os.path.join(str(args.output_dir), RUN_RECORD), "w", encoding="utf-8") as file:
-            json.dump(run_record(self.trainer), file, indent=2, default=str)
+            json.dump(redact_record(run_record(self.trainer)), file, indent=2, default=str)
         self._keep_log_until(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ from contaccum.encoders import (
 from contaccum.errors import ConfigError, UserError
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
+from contaccum.untrusted import check_no_links_out
 
 
 def run(argv: Sequence[str]) -> int:
@@ -134,6 +135,7 @@ def check_output_dir(path: str) -> None:
         raise UserError(f"{path}: cannot be made ({nearest} is a file); choose another --output_dir")
     if not os.access(nearest, os.W_OK):
         raise UserError(f"{path}: {nearest} is not writable; choose another --output_dir")
+    check_no_links_out(path)
 
 
 def resolve_resume(value: str | bool | None, output_dir: str) -> str | None:

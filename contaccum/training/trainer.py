@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
@@ -27,6 +27,7 @@ from contaccum.data.draws import draws_of
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
+from contaccum.redaction import redact_file, redact_record
 from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
 from contaccum.training.batches import (
     RowFacts,
@@ -40,6 +41,8 @@ from contaccum.training.batches import (
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
+from contaccum.training.refusal import RefusesCode
+from contaccum.untrusted import load_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ BANK_FILE = "contaccum_bank.safetensors"
 ARGUMENTS_FILE = "training_args.json"
 
 
-class ContAccumTrainer(SentenceTransformerTrainer):
+class ContAccumTrainer(RefusesCode, SentenceTransformerTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -168,7 +171,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was this checkpoint written with "
                 "save_only_model, or another method? Start from its weights instead, without --resume_from_checkpoint"
             )
-        state = load_file(path, device=str(self.args.device))
+        state = load_tensors(path, device=str(self.args.device))
         for index, loss in enumerate(losses):
             prefix = f"{index}."
             loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
@@ -283,10 +286,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         folder = str(output_dir if output_dir is not None else self.args.output_dir)
         os.makedirs(folder, exist_ok=True)
         self.model.save_pretrained(folder)
+        redact_file(os.path.join(folder, "README.md"))  # the model card lists the arguments
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         with open(os.path.join(folder, ARGUMENTS_FILE), "w", encoding="utf-8") as file:
-            json.dump(self.args.to_dict(), file, indent=2, default=str)
+            json.dump(redact_record(self.args.to_dict()), file, indent=2, default=str)
 
 
 def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> nn.Module:
