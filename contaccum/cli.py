@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from contaccum.errors import UserError
+from contaccum.redaction import redacted_output
 from contaccum.version import __version__
 
 # name -> (module with run(argv) -> int, one line of help). Modules load on use: --help needs no torch.
@@ -21,21 +22,25 @@ COMMANDS = {
     "evaluate": ("contaccum.evaluation.beir", "score a model on BEIR data with FAISS"),
     "open_qa": ("contaccum.evaluation.open_qa", "score passage retrieval for questions by answer match, as DPR does"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
-    "bench": ("contaccum.benchmarks.command", "measure updates, the loss, the trainer, samplers, readers and mining"),
+    "bench": (
+        "contaccum.benchmarks.command",
+        "measure updates, the loss, the trainer, samplers, readers, mining, long runs",
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV`` and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _dispatch(arguments)
-    except UserError as error:
-        print(f"contaccum: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("contaccum: interrupted", file=sys.stderr)
-        return 130
+    with redacted_output():
+        try:
+            return _dispatch(arguments)
+        except UserError as error:
+            print(f"contaccum: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("contaccum: interrupted", file=sys.stderr)
+            return 130
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -17,7 +17,6 @@ from urllib.parse import urlparse
 import torch
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT
-from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
 from torch import nn
@@ -25,6 +24,7 @@ from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedM
 from typing_extensions import Self
 
 from contaccum.errors import ConfigError, UserError
+from contaccum.untrusted import check_model_folder, refusing_code
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,10 +125,10 @@ class DualEncoder(SentenceTransformer):
         """
         path = os.path.expanduser(os.fspath(path))
         require_model(path)
+        check_model_folder(path, bool(kwargs.get("trust_remote_code")))
         try:
-            return cls(path, **kwargs)
-        except SafetensorError as error:  # a download or copy that broke off
-            raise UserError(f"{path}: its weights are damaged ({error}); save or fetch the model again") from error
+            with refusing_code(path):
+                return cls(path, **kwargs)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{path}: not a model that can be loaded ({_first_line(error)})") from error
 
@@ -271,10 +271,11 @@ def _load_transformer(
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
     try:
-        transformer = Transformer(
-            path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        with refusing_code(path):
+            transformer = Transformer(
+                path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
+            )
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path}: not a backbone that can be loaded ({_first_line(error)}). Pass a local folder, or a hub name "
             "while online."

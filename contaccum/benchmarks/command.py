@@ -1,16 +1,18 @@
-"""`contaccum bench update|trainer|loss|sampler|readers|mine`: measure, print a table, write JSON (and a picture)."""
+"""`contaccum bench WHAT`: measure, print a table, write JSON (and a picture)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from contaccum.errors import ConfigError
+from contaccum.redaction import redact
 
 # Kim, Lee and Kang (arXiv 2406.12356): update time over gradient accumulation's, BERT-base, N_total 512.
 PAPER = {"contaccum, bank 8192": 1.26, "grad_cache": 1.93}
@@ -22,15 +24,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer|loss|sampler|readers|mine [OPTIONS]``; returns the exit code."""
+    """``contaccum bench update|trainer|loss|sampler|readers|load|mine [OPTIONS]``.
+
+    Returns:
+        the exit code: 1 when a bound of ``load`` is broken.
+    """
     if argv and argv[0] == "mine":
         from contaccum.benchmarks.mining import run as run_mining
 
         return run_mining(argv[1:])
-    if not argv or argv[0] not in ("update", "trainer", "loss", "sampler", "readers"):
+    if not argv or argv[0] not in ("update", "trainer", "loss", "sampler", "readers", "load"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss, sampler, readers or mine")
+        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss, sampler, readers, load or mine")
     options = _parse(argv[0], argv[1:])
+    from contaccum.benchmarks.load import LoadSettings, measure_load
     from contaccum.benchmarks.loss import measure_loss
     from contaccum.benchmarks.readers import ReaderSettings, measure_readers
     from contaccum.benchmarks.sampler import SamplerSettings, measure_samplers
@@ -47,6 +54,7 @@ def run(argv: Sequence[str]) -> int:
         "loss": (UpdateSettings, measure_loss, format_loss),
         "sampler": (SamplerSettings, measure_samplers, format_samplers),
         "readers": (ReaderSettings, measure_readers, format_readers),
+        "load": (LoadSettings, measure_load, format_load),
     }
     kind, measure, show = kinds[argv[0]]
     settings = kind(**options)
@@ -54,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     records = measure(settings, progress=lambda line: print(line, flush=True))
     print(show(records))
     result = {
-        "command": " ".join(["contaccum", "bench", *argv]),
+        "command": redact(" ".join(["contaccum", "bench", *argv])),
         "settings": asdict(settings),
         "records": records,
         # The paper's figures are of updates.
@@ -69,7 +77,10 @@ def run(argv: Sequence[str]) -> int:
     if argv[0] == "update":
         draw(records, output.with_suffix(".png"))
         print(f"written: {output.with_suffix('.png')}")
-    return 0
+    broken = [bound for record in records for bound in record.get("broken", [])]
+    for bound in broken:
+        print(f"contaccum bench {argv[0]}: {bound}", file=sys.stderr)
+    return 1 if broken else 0
 
 
 def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -83,6 +94,9 @@ def _parse(what: str, argv: Sequence[str]) -> dict[str, Any]:
         parser.add_argument("--formats", nargs="+", default=argparse.SUPPRESS, help="some of them; default: all")
         parser.add_argument("--repeats", type=int, default=7)
         parser.add_argument("--no_memory", dest="memory", action="store_false", help="time only")
+        return vars(parser.parse_args(list(argv)))
+    if what == "load":
+        _add_load_options(parser)
         return vars(parser.parse_args(list(argv)))
     parser.add_argument("--backbone", default="minilm", help="bert-base, minilm or tiny (fresh weights), or a model")
     parser.add_argument("--untied", dest="tied", action="store_false", help="two towers")
@@ -115,6 +129,23 @@ def _add_sampler_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=defaults.windows, help="batches sorted together")
     parser.add_argument("--update", type=int, default=defaults.update, help="micro-batches per update")
     parser.add_argument("--repeats", type=int, default=defaults.repeats)
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    from contaccum.benchmarks.load import LoadSettings
+
+    helps = {
+        "micro_steps": "length of the run",
+        "local": "pairs per micro-batch",
+        "accumulation": "micro-batches per update",
+        "bank": "rows of the bank",
+        "rows": "training pairs; the run goes through them again and again",
+        "max_memory_growth": "bound: resident memory of the last tenth over the first, less 1",
+        "max_slowdown": "bound: time per micro-step of the last tenth over the first, less 1",
+        "threads": "of torch",
+    }
+    for name, value in asdict(LoadSettings()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=helps[name])
 
 
 def format_records(records: list[dict[str, Any]]) -> str:
@@ -178,6 +209,24 @@ def format_readers(records: list[dict[str, Any]]) -> str:
             f"{r['rival']}"
         )
     return "\n".join(lines)
+
+
+def format_load(records: list[dict[str, Any]]) -> str:
+    """First tenth, last tenth and their change, one line a quantity."""
+    (r,) = records
+    lines = [f"{'':<28} {'first':>9} {'last':>9} {'change':>8}"]
+    for name, key, change in (
+        ("resident memory, MB", "resident_mb", r["memory_growth"]),
+        ("CPU ms per micro-step", "cpu_milliseconds", r["slowdown_cpu"]),
+        ("wall ms per micro-step", "wall_milliseconds", r["slowdown_wall"]),
+    ):
+        lines.append(f"{name:<28} {r[key][0]:>9.2f} {r[key][1]:>9.2f} {change:>+8.2%}")
+    lines += [
+        f"{name:<28} {r[key][0]:>9} {r[key][1]:>9}" for name, key in (("open files", "open_files"), ("threads",) * 2)
+    ]
+    lines.append(f"{'fixed work beside it':<28} {'':>19} {r['slowdown_machine']:>+8.2%}")
+    lines.append(f"{'a micro-step over it':<28} {'':>19} {r['slowdown']:>+8.2%}")
+    return "\n".join([*lines, f"the bank was filled {r['turns']:.0f} times over"])
 
 
 def format_samplers(records: list[dict[str, Any]]) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.mining import MinedNegatives, MiningData, SelectionRules, load_mining_data, mine_hard_negatives
+from contaccum.redaction import redact
 
 SEARCHES = ("faiss", "torch")
 
@@ -236,7 +237,7 @@ def run(argv: Sequence[str]) -> int:
     records = measure_mining(settings, progress=lambda line: print(line, flush=True))
     print(format_mining(records))
     result = {
-        "command": " ".join(["contaccum", "bench", "mine", *argv]),
+        "command": redact(" ".join(["contaccum", "bench", "mine", *argv])),
         "settings": asdict(settings),
         "records": records,
         "machine": machine(settings.device),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.redaction import SECRET_NAMES, redact, redact_record
 
 DEFAULT_METHODS = ("grad_accum", "grad_cache", "contaccum", "pre_batch")
 
@@ -83,6 +84,7 @@ def run(argv: Sequence[str]) -> int:
     if asked.jobs is not None and asked.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {asked.jobs}")
     options = read_options(files, theirs, _own_options())
+    _refuse_credentials({**options, "the command line": list(argv)})
     default_method = options.get("method", ["contaccum"])[0]
     entries = read_entries([] if asked.only_variants else asked.methods, asked.variant, default_method)
     check_output_dir(str(asked.output_dir))
@@ -99,6 +101,16 @@ def run(argv: Sequence[str]) -> int:
     todo = _unfinished(jobs, folders, asked.overwrite, asked.keep_models)
     failed = _train(todo, folders, asked, options)
     return _report(plan, folders, failed, argv, asked, options, sets, fingerprints)
+
+
+def _refuse_credentials(options: Mapping[str, Sequence[str]]) -> None:
+    # Runs are told their options in a file, and a finished run is known again by them.
+    for key, values in options.items():
+        if SECRET_NAMES.search(key) or any(redact(value) != value for value in values):
+            raise ConfigError(
+                f"{key}: holds a credential, and a comparison writes its options down; put it into the environment "
+                "(HF_TOKEN for the hub)"
+            )
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -259,7 +271,7 @@ def _report(
         "git_commit": git_commit(),
         "machine": machine("cuda" if _cuda() else "cpu"),
     }
-    report = build_report(plan, results, failed, about)
+    report = redact_record(build_report(plan, results, failed, about))
     output = asked.output_dir
     (output / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     (output / "report.md").write_text(markdown(report), encoding="utf-8")

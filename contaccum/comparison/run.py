@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import DataError, UserError
+from contaccum.redaction import redacted_output
 
 JOB, RESULT, MODEL = "job.json", "result.json", "model"
 WITH_PARENT = "--with_parent"
@@ -30,11 +31,12 @@ def main(argv: Sequence[str]) -> int:
         threading.Thread(target=_end_with_the_parent, daemon=True).start()
     path = Path(argv[0])
     job = json.loads(path.read_text(encoding="utf-8"))
-    try:
-        result = run_job(job, path.parent)
-    except UserError as error:
-        print(f"contaccum: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    with redacted_output():
+        try:
+            result = run_job(job, path.parent)
+        except UserError as error:
+            print(f"contaccum: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
     write_json(path.parent / RESULT, result)
     return 0
 

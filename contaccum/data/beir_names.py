@@ -1,6 +1,6 @@
 """From the name of a public BEIR data set, or a path, to a folder that `load_beir_folder` can read.
 
-A path is used as it is. A name is fetched once, through BEIR's own downloader, into a cache. Nothing is
+A path is used as it is. A name is fetched once, through BEIR's own downloader, and unpacked into a cache. Nothing is
 fetched unless a name asks for it, and `beir` is imported only then.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from contaccum.data.beir_folder import beir_file, is_beir_folder, split_file
 from contaccum.data.records import one_line, quoted
 from contaccum.errors import DataError
+from contaccum.untrusted import unpack
 
 URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
 
@@ -133,13 +134,15 @@ def _refuse_unfetchable(given: str | Path, name: str, forum: str) -> None:
 def _fetch(name: str, cache: Path) -> None:
     """Download and unpack the set `name` to `cache / name`: afterwards all of it is there, or nothing."""
     try:
-        from beir.util import download_and_unzip
+        from beir.util import download_url
 
         cache.mkdir(parents=True, exist_ok=True)
         # BEIR's downloader takes a zip that lies there for a whole one. So it works in a folder of its own,
         # which goes with whatever is half-finished in it, and only a complete set moves to its place.
         with tempfile.TemporaryDirectory(dir=cache, prefix=".fetching-") as workplace:
-            unpacked = Path(download_and_unzip(URL.format(name=name), workplace))
+            archive, unpacked = Path(workplace, f"{name}.zip"), Path(workplace, name)
+            download_url(URL.format(name=name), str(archive))
+            unpack(archive, workplace)
             if not unpacked.is_dir():
                 raise OSError(f"the archive holds no folder {name}")
             try:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.metrics import trec_order
 from contaccum.evaluation.provenance import git_commit, package_versions
+from contaccum.redaction import redact, redact_record
 
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
 
@@ -71,10 +72,15 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
-    tag = re.sub(r"\s+", "_", Path(str(result.model.get("name") or "contaccum")).name) or "contaccum"
+    tag = re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name) or "contaccum"
     write_atomically(run_path, trec_lines(result.run, tag))
-    write_atomically(path, [json.dumps(result.record(), indent=1, allow_nan=False, ensure_ascii=False), "\n"])
+    write_atomically(path, [json.dumps(_public(result.record()), indent=1, allow_nan=False, ensure_ascii=False), "\n"])
     return path, run_path
+
+
+def _public(record: dict[str, Any]) -> dict[str, Any]:
+    """The record without credentials; what names queries alone is as large as the data, and is not searched."""
+    return {key: value if key == "per_query" else redact_record(value) for key, value in record.items()}
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:

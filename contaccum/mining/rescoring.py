@@ -77,16 +77,18 @@ def load_cross_encoder(name: str | os.PathLike[str], device: str | None = None, 
         UserError: there is no such model, or it cannot be loaded.
         ConfigError: see `check_cross_encoder`.
     """
-    from safetensors import SafetensorError
     from sentence_transformers import CrossEncoder
 
     from contaccum.encoders import require_model
+    from contaccum.untrusted import check_model_folder, refusing_code
 
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
+    check_model_folder(path, trust_remote_code)
     try:
-        cross_encoder = CrossEncoder(path, device=device, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        with refusing_code(path):
+            cross_encoder = CrossEncoder(path, device=device, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: not a cross-encoder that can be loaded ({reason})") from error
     check_cross_encoder(cross_encoder)

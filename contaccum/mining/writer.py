@@ -15,6 +15,7 @@ from typing import Any, Literal
 from contaccum.data.records import one_line
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining.miner import MinedNegatives, MinedQuery, OnTooFew, Scored
+from contaccum.redaction import redact_record
 
 OutputFormat = Literal["pairs", "dpr", "tevatron", "ntuples"]
 
@@ -56,7 +57,7 @@ def write_mined(
         mined.require_full_queries()
     record = {**(report or {}), "output_format": output_format, **mined.record(on_too_few)}
     # Made first: whatever may fail in it should fail before the negatives are there.
-    text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(redact_record(record), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     lines = (line for query in mined.queries(on_too_few) for line in _FORMATS[output_format][1](query))
     write_atomically(path, _array(lines) if output_format == "dpr" else (f"{_json(line)}\n" for line in lines))
     write_atomically(report_of(path), [text])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from contaccum.redaction import redact_record
 from contaccum.training.checkpoint_folder import replace_file, write_json
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class TrainLogCallback(TrainerCallback):
         if not self.trainer.quiet:
             print(describe_run(self.trainer), flush=True)
         os.makedirs(str(args.output_dir), exist_ok=True)
-        write_json(os.path.join(str(args.output_dir), RUN_RECORD), run_record(self.trainer))
+        write_json(os.path.join(str(args.output_dir), RUN_RECORD), redact_record(run_record(self.trainer)))
         self._keep_log_until(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

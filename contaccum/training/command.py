@@ -32,6 +32,7 @@ from contaccum.mining.sources import load_mining_data
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, parse
 from contaccum.training.trainer import ContAccumTrainer
+from contaccum.untrusted import check_no_links_out
 
 AnyTrainingData = TrainingData | TrainingSets | StreamedSets
 
@@ -189,6 +190,7 @@ def check_output_dir(path: str) -> None:
         raise UserError(f"{path}: cannot be made ({nearest} is a file); choose another --output_dir")
     if not os.access(nearest, os.W_OK):
         raise UserError(f"{path}: {nearest} is not writable; choose another --output_dir")
+    check_no_links_out(path)
 
 
 def check_resume(value: str | bool | None, output_dir: str) -> str | None:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from contaccum.data.draws import Draws, draws_of
@@ -30,6 +30,7 @@ from contaccum.mining.miner import mine_hard_negatives
 from contaccum.mining.pool import MiningData
 from contaccum.mining.sources import load_mining_data
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.untrusted import load_tensors
 
 NEGATIVES_FILE = "contaccum_negatives.safetensors"
 ROW_NUMBER = "label"
@@ -179,7 +180,7 @@ class NegativeRefresh:
             raise UserError(
                 f"{folder}: no {NEGATIVES_FILE}: written without refresh_negatives_every; resume it without"
             )
-        state = load_file(path)
+        state = load_tensors(path)
         if state["rows"].shape != self.rows.shape or int(state["rows"].max()) >= self.data.pool_size:
             raise UserError(f"{path}: mined in other data, or with another refresh_pool; resume with those")
         at = int(state["at"])

@@ -30,6 +30,7 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.mining.pool import MiningData
+from contaccum.redaction import redact_file, redact_record
 from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
 from contaccum.training.batches import (
     RowFacts,
@@ -48,6 +49,7 @@ from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
 from contaccum.training.numerics import SkippedUpdates
 from contaccum.training.refresh import make_refresh, with_row_numbers
+from contaccum.training.refusal import RefusesCode
 from contaccum.training.resume import ARGUMENTS_FILE
 from contaccum.training.set_sampling import set_lines
 from contaccum.training.sizes import keep_memory_limit
@@ -57,7 +59,7 @@ from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or
 logger = logging.getLogger(__name__)
 
 
-class ContAccumTrainer(SetLoadingTrainer, WindowedTrainer):
+class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -334,10 +336,11 @@ class ContAccumTrainer(SetLoadingTrainer, WindowedTrainer):
         folder = str(output_dir if output_dir is not None else self.args.output_dir)
         os.makedirs(folder, exist_ok=True)
         self.model.save_pretrained(folder)
+        redact_file(os.path.join(folder, "README.md"))  # the model card lists the arguments
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         with open(os.path.join(folder, ARGUMENTS_FILE), "w", encoding="utf-8") as file:
-            json.dump(self.args.to_dict(), file, indent=2, default=str)
+            json.dump(redact_record(self.args.to_dict()), file, indent=2, default=str)
 
 
 def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> nn.Module:

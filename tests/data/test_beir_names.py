@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import zipfile
 from pathlib import Path
@@ -31,23 +33,23 @@ class Downloader:
         self.parts: tuple[str, ...] = ("",)
         self.error: Exception | None = None
 
-    def download_and_unzip(self, url: str, out_dir: str) -> str:
+    def download_url(self, url: str, save_path: str) -> None:
         self.urls.append(url)
-        name = url.split("/")[-1].removesuffix(".zip")
-        (Path(out_dir) / f"{name}.zip").write_bytes(b"half a zip")
         if self.error is not None:
-            (Path(out_dir) / name).mkdir()
+            Path(save_path).write_bytes(b"half a zip")
             raise self.error
-        for part in self.parts:
-            fill(Path(out_dir) / name / part)
-        return str(Path(out_dir) / name)
+        name = Path(save_path).stem
+        with tempfile.TemporaryDirectory() as folder:
+            for part in self.parts:
+                fill(Path(folder) / name / part)
+            shutil.make_archive(str(Path(save_path).with_suffix("")), "zip", folder)
 
 
 @pytest.fixture
 def downloader(monkeypatch, tmp_path):
     fake = Downloader()
     module = types.ModuleType("beir.util")
-    module.download_and_unzip = fake.download_and_unzip  # type: ignore[attr-defined]  # a module made by hand
+    module.download_url = fake.download_url  # type: ignore[attr-defined]  # a module made by hand
     monkeypatch.setitem(sys.modules, "beir", types.ModuleType("beir"))
     monkeypatch.setitem(sys.modules, "beir.util", module)
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
