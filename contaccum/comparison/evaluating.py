@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.data.beir_folder import BeirDataset
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import _load_data, evaluate_beir
+from contaccum.evaluation.beir import evaluate_beir, load_data
 
 # Metric as evaluate_beir names it -> as the report does. The first is the one that curves and maps show.
 METRICS = {"NDCG@10": "nDCG@10", "Recall@100": "Recall@100", "MRR@10": "MRR@10", "Accuracy@20": "Top-20 accuracy"}
@@ -62,7 +62,7 @@ class EvaluationSettings:
 
     def load_one(self, given: str) -> BeirDataset:
         """One of ``data``, sampled."""
-        return sample(_load_data(given, self.split, "stop"), self.queries, self.corpus)
+        return sample(load_data(given, self.split, "stop"), self.queries, self.corpus)
 
     def identity(self, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What decides the scores; ``sets`` as :func:`describe` tells them."""

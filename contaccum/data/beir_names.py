@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 from pathlib import Path
 
+from contaccum.data.beir_download import fetch
 from contaccum.data.beir_folder import beir_file, is_beir_folder, split_file
 from contaccum.data.records import one_line, quoted
 from contaccum.errors import DataError
-from contaccum.untrusted import unpack
-
-URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
 
 BEIR_NAMES = (
     "msmarco",
@@ -60,6 +57,14 @@ CQADUPSTACK_FORUMS = (
 )
 
 
+PUBLIC_NAMES = tuple(name for name in BEIR_NAMES if name not in NOT_PUBLIC)
+
+
+def default_split(name_or_path: str | os.PathLike[str]) -> str:
+    """The split that published scores are of: "dev" of MS MARCO, whose test split has 43 queries, "test" elsewhere."""
+    return "dev" if os.path.basename(os.path.abspath(name_or_path)) == "msmarco" else "test"
+
+
 def shipped_scifact() -> Path:
     """The folder of the SciFact copy that comes with this package."""
     return Path(__file__).parent / "scifact"
@@ -96,7 +101,7 @@ def resolve_beir_data(name_or_path: str | Path, split: str = "test", cache_dir: 
         cache = Path(cache_dir).expanduser() if cache_dir is not None else cache_folder()
         folder = cache / name
         if not os.path.isdir(folder):
-            _fetch(name, cache)
+            fetch(name, cache, _instead(name))
         folder = folder / forum
     if not is_beir_folder(folder) and any(is_beir_folder(folder / f) for f in CQADUPSTACK_FORUMS):
         raise DataError(
@@ -106,6 +111,14 @@ def resolve_beir_data(name_or_path: str | Path, split: str = "test", cache_dir: 
     beir_file(folder, "queries.jsonl")
     split_file(folder, split)
     return folder
+
+
+def _instead(name: str) -> str:
+    """What to do where a set cannot be fetched."""
+    mend = "unzip it somewhere yourself and pass --data PATH"
+    if name == "scifact":
+        mend += f", or use the copy that comes with this package: --data {shipped_scifact()}"
+    return mend
 
 
 def _refuse_unfetchable(given: str | Path, name: str, forum: str) -> None:
@@ -129,39 +142,3 @@ def _refuse_unfetchable(given: str | Path, name: str, forum: str) -> None:
                 f"(check the path, or use a name such as {', '.join(close)})"
             )
         )
-
-
-def _fetch(name: str, cache: Path) -> None:
-    """Download and unpack the set `name` to `cache / name`: afterwards all of it is there, or nothing."""
-    try:
-        from beir.util import download_url
-
-        cache.mkdir(parents=True, exist_ok=True)
-        # BEIR's downloader takes a zip that lies there for a whole one. So it works in a folder of its own,
-        # which goes with whatever is half-finished in it, and only a complete set moves to its place.
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".fetching-") as workplace:
-            archive, unpacked = Path(workplace, f"{name}.zip"), Path(workplace, name)
-            download_url(URL.format(name=name), str(archive))
-            unpack(archive, workplace)
-            if not unpacked.is_dir():
-                raise OSError(f"the archive holds no folder {name}")
-            try:
-                unpacked.replace(cache / name)
-            except OSError:
-                # Another process was faster; what it left is as good as ours.
-                if not (cache / name).is_dir():
-                    raise
-    # Anything may come out of a download (no network, a proxy's page instead of the zip, a full disk, beir
-    # without its `requests`), and each is the same to the user: the data is not there.
-    except Exception as error:
-        mend = "unzip it somewhere yourself and pass --data PATH"
-        if isinstance(error, ImportError):
-            mend = f"install {error.name or 'what is missing'} with pip, or {mend}"
-        if name == "scifact":
-            mend += f", or use the copy that comes with this package: --data {shipped_scifact()}"
-        # A failed connection names its host and retries at length; that it failed is what matters.
-        offline = isinstance(error, ConnectionError) or type(error).__name__ in ("ConnectionError", "ConnectTimeout")
-        reason = "no connection" if offline else one_line(f"{type(error).__name__}: {error}")[:200]
-        raise DataError(
-            one_line(f"{name}: could not be downloaded from {URL.format(name=name)}: {reason} ({mend})")
-        ) from error

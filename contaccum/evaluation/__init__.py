@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """`contaccum evaluate`, see `contaccum.evaluation.beir.run`; raises `UserError` for the user's mistakes."""
-    from contaccum.evaluation.beir import run as run_beir
+    """`contaccum evaluate`, see `contaccum.evaluation.command.run`; raises `UserError` for the user's mistakes."""
+    from contaccum.evaluation.command import run as run_beir
 
     return run_beir(argv)

@@ -66,6 +66,26 @@ def score_run(
     return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}, per_query
 
 
+def metric_names(k_values: Sequence[int]) -> list[str]:
+    """The names of all metrics that `score_run` gives, in its order."""
+    names = [f"{name}@{k}" for name in _TREC_MEASURES for k in k_values]
+    return names + [f"{name}@{k}" for k in k_values for name in ("MRR", "Accuracy")]
+
+
+def check_metrics(names: Sequence[str], k_values: Sequence[int]) -> tuple[str, ...]:
+    """Metrics chosen by name, each once; raises `ConfigError` for one that these cut-offs do not give."""
+    known = metric_names(k_values)
+    for name in names:
+        if name not in known:
+            kinds = ", ".join((*_TREC_MEASURES, "MRR", "Accuracy"))
+            cuts = ", ".join(map(str, k_values))
+            raise ConfigError(
+                f"there is no metric {name!r}: write a kind ({kinds}), @ and one of k_values ({cuts}), such as "
+                f"{known[0]}; --k_values sets other cut-offs"
+            )
+    return tuple(dict.fromkeys(names))
+
+
 def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
     """The cut-offs, ascending and once each; raises `ConfigError` for none, or for one that is no whole number >= 1."""
     if not k_values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in k_values):

@@ -18,12 +18,13 @@ from contaccum.data.questions import Questions, load_questions
 from contaccum.data.records import RecordReport, add_to_fingerprint, one_line, quoted
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.answers import MATCHES, Match, answer_finder, compiled, has_tokens
-from contaccum.evaluation.beir import _check_search, _load_model, _Parser, check_device
+from contaccum.evaluation.arguments import Parser, add_search_arguments, load_model, search_settings
+from contaccum.evaluation.checks import check_device, check_search
 from contaccum.evaluation.metrics import check_k_values, trec_order
 from contaccum.evaluation.model_record import model_fingerprint, tokenisation_contract
-from contaccum.evaluation.results import EvaluationResult, format_table, require_writable, write_result
+from contaccum.evaluation.results import EvaluationResult, require_writable, write_result
+from contaccum.evaluation.table import format_table
 from contaccum.evaluation.trec_run import read_trec_run
-from contaccum.retrieval.encoding import AUTOCAST_DTYPES
 
 DEFAULT_K_VALUES = (1, 5, 20, 100)
 
@@ -103,7 +104,7 @@ def evaluate_open_qa(
 
     k_values = check_k_values(k_values)
     answer_finder([], match)
-    metric = _check_search(model, len(passages), index, index_parameters, batch_size, autocast_dtype, similarity)
+    metric = check_search(model, len(passages), index, index_parameters, batch_size, autocast_dtype, similarity)
     searcher = FaissSearcher(model, batch_size, index, index_parameters, use_gpu, autocast_dtype, show_progress)
     corpus = {name: {"title": passage.title, "text": passage.text} for name, passage in passages.items()}
     run = searcher.search(corpus, questions.texts, max(k_values), metric)
@@ -150,25 +151,17 @@ def run(argv: Sequence[str] | None = None) -> int:
     _say_what_never_matches(questions, args.match)
     report = RecordReport(args.on_bad_record)
     if args.run is None:
-        from contaccum.encoders import set_max_lengths
-
         passages = load_passages(args.passages, report)
         print(report.summary())
-        model = _load_model(args.model, args.device, args.trust_remote_code)
-        set_max_lengths(model, args.query_max_length, args.passage_max_length)
         result = evaluate_open_qa(
-            model,
+            load_model(args),
             questions,
             passages,
             k_values,
             args.match,
-            index=args.index,
-            index_parameters=args.index_parameters,
-            similarity=args.similarity,
-            batch_size=args.batch_size,
-            autocast_dtype=None if args.precision == "float32" else args.precision,
             show_progress=not args.no_progress,
             model_name=args.model,
+            **search_settings(args),
         )
     else:
         result = _score_file(args, questions, k_values, report)
@@ -247,7 +240,7 @@ def _fingerprint(passages: Iterable[Passage]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="contaccum open_qa",
         description="Score passage retrieval for questions by answer match, as DPR does.",
         allow_abbrev=False,
@@ -263,18 +256,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--match", choices=MATCHES, default="string", help="regex for CuratedTREC")
     parser.add_argument("--k_values", nargs="+", type=int, default=list(DEFAULT_K_VALUES), metavar="K")
     parser.add_argument("--output", default=Path("open_qa.json"), type=Path, metavar="OUT.json")
-    parser.add_argument("--index", default="Flat", help="FAISS factory string; Flat is exact")
-    parser.add_argument("--index_parameters", help="FAISS search parameters, such as nprobe=32")
-    parser.add_argument("--similarity", choices=("cos", "dot"), help="default: the model's own")
-    parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--precision", choices=("float32", *AUTOCAST_DTYPES), default="float32")
-    parser.add_argument("--query_max_length", type=int, metavar="TOKENS")
-    parser.add_argument("--passage_max_length", type=int, metavar="TOKENS")
-    parser.add_argument("--on_bad_record", choices=("stop", "skip"), default="stop")
-    parser.add_argument("--device", help="of the model, such as cpu or cuda:1")
-    parser.add_argument("--no_progress", action="store_true")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    args = parser.parse_args(argv)
+    add_search_arguments(parser)
+    args = parser.parse(argv)
     if (args.model is None) == (args.run is None):
         raise ConfigError(
             "name a MODEL to search with, or a --run to score: one of the two (see contaccum open_qa --help)"

@@ -1,4 +1,4 @@
-"""The result of one evaluation, and its files: a JSON record, a TREC run beside it, a table for the terminal.
+"""The result of one evaluation, and its files: a JSON record and a TREC run beside it.
 
 Everything needed to reproduce or to doubt a number is in the record; nothing of the environment is. It computes
 no metric.
@@ -21,8 +21,6 @@ from contaccum.errors import DataError, UserError
 from contaccum.evaluation.metrics import trec_order
 from contaccum.evaluation.provenance import git_commit, package_versions
 from contaccum.redaction import redact, redact_record
-
-MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
 
 
 def _now() -> str:
@@ -117,19 +115,6 @@ def require_writable(path: str | os.PathLike[str]) -> None:
             pass
     except OSError as error:
         raise UserError(f"{path}: cannot be written here ({error.strerror or error})") from error
-
-
-def format_table(metrics: Mapping[str, Mapping[str, float]]) -> str:
-    """A table of the main metrics: one row per data set, and their mean when there are several."""
-    rows = dict(metrics)
-    names = [name for name in MAIN_METRICS if all(name in row for row in rows.values())]
-    names = names or list(next(iter(rows.values())))
-    if len(rows) > 1:
-        rows["mean"] = {name: sum(row[name] for row in metrics.values()) / len(metrics) for name in names}
-    width = max(len("data"), *map(len, rows))
-    lines = [f"{'data':<{width}}  " + "  ".join(f"{name:>11}" for name in names)]
-    lines += [f"{label:<{width}}  " + "  ".join(f"{row[name]:>11.4f}" for name in names) for label, row in rows.items()]
-    return "\n".join(lines)
 
 
 def _no_blanks(identifier: str) -> str:

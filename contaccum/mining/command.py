@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS
 from contaccum.errors import ConfigError
+from contaccum.evaluation.arguments import Parser
 from contaccum.mining.filters import SelectionRules
 from contaccum.mining.miner import MinedNegatives, check_settings, mine_hard_negatives
 from contaccum.mining.sources import load_mining_data
@@ -33,20 +33,13 @@ _OPTIONS_OF = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses as the rest of contaccum does: one line, raised, not printed with the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
 def run(argv: Sequence[str] | None = None) -> int:
     """`contaccum mine [MODEL] --data DATA --output OUT`; returns 0.
 
     Raises `UserError` for every mistake in the arguments, the data or the models; nothing is written then.
     """
     parser = _parser()
-    args = _parse(parser, argv)
+    args = parser.parse(argv)
     margin = args.cross_encoder_margin
     if args.cross_encoder is None and margin is not None:
         raise ConfigError("--cross_encoder_margin needs a --cross_encoder")
@@ -65,7 +58,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     check_output(args.output, args.output_format, args.overwrite, (args.data, args.corpus))
 
     if args.device is not None:
-        from contaccum.evaluation.beir import check_device
+        from contaccum.evaluation.checks import check_device
 
         check_device(args.device)
     if args.model is not None or args.cross_encoder is not None:
@@ -149,8 +142,8 @@ def _bm25s_version(method: str) -> dict[str, str | None]:
     return {"bm25s": bm25s.__version__}
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="contaccum mine",
         description="Find hard negatives for training data: passages that score high and are not known to be relevant.",
         allow_abbrev=False,
@@ -198,14 +191,3 @@ def _parser() -> _Parser:
     search.add_argument("--no_progress", action="store_true")
     search.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
     return parser
-
-
-def _parse(parser: _Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        options = [option for action in parser._actions for option in action.option_strings]
-        name = unknown[0].split("=")[0]
-        close = difflib.get_close_matches(name.replace("-", "_"), [o.replace("-", "_") for o in options], n=1)
-        hint = f"; did you mean --{close[0].lstrip('_')}?" if close else ""
-        raise ConfigError(f"unknown argument {unknown[0]!r}{hint} (see {parser.prog} --help)")
-    return args

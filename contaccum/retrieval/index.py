@@ -90,8 +90,8 @@ def build_index(
     except RuntimeError as error:
         raise ConfigError(f"FAISS cannot build index {factory!r} on {n} vectors: {_reason(error)}") from error
 
-    if parameters is None and (nlist := _inverted_lists(index)):
-        parameters = f"nprobe={math.ceil(nlist / 8)}"
+    if parameters is None:
+        parameters = default_parameters(index)
     if parameters is not None:
         _set_parameters(index, parameters)
 
@@ -134,6 +134,12 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
         except RuntimeError as error:
             raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
     return index
+
+
+def default_parameters(index: Any) -> str | None:
+    """The search parameters of a FAISS index that was asked for without any; see `build_index`."""
+    nlist = _inverted_lists(index)
+    return f"nprobe={math.ceil(nlist / 8)}" if nlist else None
 
 
 def search(index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 1024) -> tuple[np.ndarray, np.ndarray]:

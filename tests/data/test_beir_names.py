@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from contaccum.data import BEIR_NAMES, load_beir_folder, resolve_beir_data, shipped_scifact
-from contaccum.data.beir_names import NOT_PUBLIC, cache_folder
+from contaccum.data.beir_download import ARCHIVE_MD5
+from contaccum.data.beir_names import NOT_PUBLIC, PUBLIC_NAMES, cache_folder, default_split
 from contaccum.errors import DataError
 
 
@@ -31,18 +32,24 @@ class Downloader:
     def __init__(self) -> None:
         self.urls: list[str] = []
         self.parts: tuple[str, ...] = ("",)
+        self.members: tuple[str, ...] = ()
         self.error: Exception | None = None
+        self.checksums: dict[str, str] = {}
 
     def download_url(self, url: str, save_path: str) -> None:
         self.urls.append(url)
+        archive = Path(save_path)
+        archive.write_bytes(b"half a zip")
         if self.error is not None:
-            Path(save_path).write_bytes(b"half a zip")
             raise self.error
-        name = Path(save_path).stem
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as made, zipfile.ZipFile(archive, "w") as content:
             for part in self.parts:
-                fill(Path(folder) / name / part)
-            shutil.make_archive(str(Path(save_path).with_suffix("")), "zip", folder)
+                fill(Path(made) / archive.stem / part)
+            for file in filter(Path.is_file, Path(made).rglob("*")):
+                content.write(file, file.relative_to(made))
+            for member in self.members:
+                content.writestr(member, "x")
+        self.checksums.setdefault(archive.stem, hashlib.md5(archive.read_bytes()).hexdigest())
 
 
 @pytest.fixture
@@ -50,6 +57,8 @@ def downloader(monkeypatch, tmp_path):
     fake = Downloader()
     module = types.ModuleType("beir.util")
     module.download_url = fake.download_url  # type: ignore[attr-defined]  # a module made by hand
+    # What is downloaded has the right checksum, unless a test says otherwise first.
+    monkeypatch.setattr("contaccum.data.beir_download.ARCHIVE_MD5", fake.checksums)
     monkeypatch.setitem(sys.modules, "beir", types.ModuleType("beir"))
     monkeypatch.setitem(sys.modules, "beir.util", module)
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
@@ -87,6 +96,33 @@ def test_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, downloa
     assert list((tmp_path / "cache").iterdir()) == []
     downloader.error = None
     assert resolve_beir_data("fiqa").is_dir()
+
+
+def test_an_archive_with_another_checksum_is_refused_and_removed(tmp_path, downloader):
+    downloader.checksums["fiqa"] = "0" * 32
+    with pytest.raises(DataError, match=r"fiqa: what came from https://.* MD5 checksum [0-9a-f]{32} and not 0{32}"):
+        resolve_beir_data("fiqa")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "member", ["../outside", "fiqa/../../outside", "/outside", "C:\\outside", "a\\..\\..\\outside"]
+)
+def test_an_archive_that_would_write_outside_its_folder_is_refused_before_it_is_unpacked(tmp_path, downloader, member):
+    downloader.members = (member,)
+    with pytest.raises(DataError, match="leads out of"):
+        resolve_beir_data("fiqa")
+    assert list((tmp_path / "cache").iterdir()) == [] and not list(tmp_path.rglob("outside"))
+
+
+def test_every_public_set_has_a_checksum():
+    assert set(ARCHIVE_MD5) == set(PUBLIC_NAMES) == set(BEIR_NAMES) - set(NOT_PUBLIC)
+    assert all(len(md5) == 32 and int(md5, 16) for md5 in ARCHIVE_MD5.values())
+
+
+@pytest.mark.parametrize(("given", "split"), [("msmarco", "dev"), ("/data/msmarco/", "dev"), ("nq", "test")])
+def test_ms_marco_is_scored_on_dev_and_the_others_on_test(given, split):
+    assert default_split(given) == split
 
 
 def test_downloader_without_its_own_dependency_names_what_to_install(downloader):

@@ -142,7 +142,8 @@ def test_several_data_sets_get_a_file_each_and_a_table_with_their_mean(
         ]
     )
     written = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert written == {"out.one.json", "out.one.trec", "out.two.json", "out.two.trec"}
+    records = {"out.one.json", "out.one.trec", "out.two.json", "out.two.trec"}
+    assert written == {*records, "out.json", "out.md", "out.csv"}
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert rows == ["data", "one", "two", "mean", "written:"]
 
@@ -171,6 +172,9 @@ def test_precision_and_lengths_change_the_embeddings(tiny_model_path, beir_folde
         (["--index_parameters", "nprobe=4"], "does not take parameters"),
         (["--k_values", "0"], "k_values"),
         (["--k_values", "ten"], "invalid int value"),
+        (["--metrics", "nDCG@10"], "there is no metric 'nDCG@10'"),
+        (["--metrics", "MRR@10", "MRR@50"], r"k_values \(1, 3, 5, 10, 20, 100, 1000\)"),
+        (["--compare", "/no/such.json"], "/no/such.json: not a results file"),
         (["--batch_size", "0"], "batch_size"),
         (["--similarity", "euclidean"], "invalid choice"),
         (["--precision", "fp16"], "invalid choice"),
@@ -201,7 +205,7 @@ def test_mistakes_are_refused_in_one_line_before_anything_is_encoded(
 def test_a_bad_record_in_the_last_data_set_is_found_before_the_first_is_encoded(
     tiny_model_path, write_beir_folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("contaccum.evaluation.beir.evaluate_beir", None)
+    monkeypatch.setattr("contaccum.evaluation.command.evaluate_beir", None)
     one, two = (write_beir_folder(tmp_path / name) for name in ("one", "two"))
     with (two / "corpus.jsonl").open("a") as file:
         file.write("{broken\n")
