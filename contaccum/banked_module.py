@@ -100,7 +100,8 @@ class BankedModule(nn.Module):
         self._prepare_bank(queries.shape[1], None, fresh[0])
         assert self.bank is not None
         if self.probe is None:
-            self.probe = DriftProbe(*fresh[0].shape, dtype, fresh[0].device, self.bank_size)
+            texts, dim = fresh[0].shape
+            self.probe = DriftProbe(texts, dim, dtype, fresh[0].device, self.bank_size)
         shift = self.probe.observe(fresh[0], fresh[1], self.bank.updates, self.bank.pairs)
         if self.passage_mean is not None and self.query_frames is not None:
             self.passage_mean.mean += shift[1].to(self.passage_mean.mean)
@@ -194,7 +195,7 @@ class BankedModule(nn.Module):
         """Names in the state of what is sharded with the bank, and how many rows of each there are on all ranks."""
         rows = {f"bank.{name}": self.bank_size for name in ("passages", "negatives")}
         sums = () if self.log_sums is None else dict(self.log_sums.named_buffers())
-        return rows | {name: self.query_bank_size for name in ("bank.queries", *(f"log_sums.{x}" for x in sums))}
+        return rows | dict.fromkeys(("bank.queries", *(f"log_sums.{x}" for x in sums)), self.query_bank_size)
 
     def gathered_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
         """``state_dict()``, but with a sharded bank whole: any number of ranks can load it, sharded or not.
@@ -255,10 +256,10 @@ class BankedModule(nn.Module):
     def _check_shard(self, of_rank: int, ranks: int, bank_size: int, query_bank_size: int) -> None:
         here = (rank(), world_size()) if self.shard_bank and self._shared else (0, 1)
         if (of_rank, ranks) != here:
+            place = f"rank {here[0]} of {here[1]}" if here[1] > 1 else "a bank in one piece"
             raise ConfigError(
-                f"this state is that of rank {of_rank} of {ranks} that share a bank, but this is "
-                f"{f'rank {here[0]} of {here[1]}' if here[1] > 1 else 'a bank in one piece'}: a shard fits nowhere else. "
-                "Save gathered_state_dict() instead of state_dict(), which fits everywhere"
+                f"this state is that of rank {of_rank} of {ranks} that share a bank, but this is {place}: a shard fits "
+                "nowhere else. Save gathered_state_dict() instead of state_dict(), which fits everywhere"
             )
         if (bank_size, query_bank_size) != (self.bank_size, self.query_bank_size):
             raise ConfigError(

@@ -60,8 +60,8 @@ class BankedInfoNCE(BankedModule):
             0, then those of rank 1, and so on. Ranks may bring different numbers of pairs, even none. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for a reduction that averages over
             ranks, as those of DistributedDataParallel and FSDP do: times the number of ranks.
-        shard_bank: with ``gather_across_devices``, keep on each of R ranks every R-th row of the bank instead of all: its
-            embeddings take 1/R of the memory and of the work, and every micro-step some more communication.
+        shard_bank: with ``gather_across_devices``, keep on each of R ranks every R-th row of the bank instead of all:
+            its embeddings take 1/R of the memory and of the work, and a micro-step some more communication.
         bank_device: where the bank lives and its scores are computed; None: with the embeddings. "cpu" holds banks that
             an accelerator has no room for: only the micro-batch and its gradients travel, and the host waits for them.
 

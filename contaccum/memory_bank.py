@@ -24,7 +24,7 @@ NO_ID = torch.iinfo(torch.int64).min
 class BankEntries(NamedTuple):
     """The filled part of a bank, as views into its storage (m' = rows filled so far, oldest anywhere).
 
-    Row i of ``queries`` came with row ``positives[i]`` of ``passages``. Of a sharded bank, embeddings are those kept here.
+    Row i of ``queries`` came with row ``positives[i]`` of ``passages``. Embeddings of a sharded bank: those kept here.
     """
 
     queries: Tensor  # (mq', d)

@@ -12,31 +12,31 @@ from contaccum.distributed import gather_rows, sum_over_ranks
 
 
 class Shard(NamedTuple):
-    """What one of ``count`` ranks keeps of a ring of rows: every ``count``-th, from ``rank`` on. (0, 1) is all of it.
+    """What one of ``ranks`` keeps of a ring of rows: every ``ranks``-th, from ``rank`` on. (0, 1) is all of it.
 
     The rows that are filled first are spread evenly this way, and a row has its place at whatever length the ring is.
     The sums and log-sums over ranks are the identity for a ring that is whole.
     """
 
     rank: int = 0
-    count: int = 1
+    ranks: int = 1
 
     @property
     def whole(self) -> bool:
         """Whether nothing is sharded."""
-        return self.count == 1
+        return self.ranks == 1
 
     def size(self, rows: int) -> int:
         """How many of the first ``rows`` rows are kept here."""
-        return len(range(self.rank, rows, self.count))
+        return len(range(self.rank, rows, self.ranks))
 
     def of(self, rows: Tensor) -> Tensor:
         """Those of (r, ...) rows that are kept here, as a view."""
-        return rows if self.whole else rows[self.rank :: self.count]
+        return rows if self.whole else rows[self.rank :: self.ranks]
 
     def places(self, slots: Tensor) -> Tensor:
         """Where among the rows kept here those of ``slots`` lie that are."""
-        return slots if self.whole else slots[slots % self.count == self.rank] // self.count
+        return slots if self.whole else slots[slots % self.ranks == self.rank] // self.ranks
 
     def take(self, kept: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows in ``slots`` of the whole ring, (s, ...), from what every rank has ``kept`` of it."""
@@ -44,8 +44,8 @@ class Shard(NamedTuple):
             return kept[slots].to(dtype)
         taken = torch.zeros(len(slots), *kept.shape[1:], dtype=dtype, device=kept.device)
         if len(kept):
-            here = (slots % self.count == self.rank).reshape(-1, *[1] * (kept.ndim - 1))
-            taken = torch.where(here, kept[(slots // self.count).clamp_max(len(kept) - 1)].to(dtype), taken)
+            here = (slots % self.ranks == self.rank).reshape(-1, *[1] * (kept.ndim - 1))
+            taken = torch.where(here, kept[(slots // self.ranks).clamp_max(len(kept) - 1)].to(dtype), taken)
         return self.sum(taken)
 
     def gather(self, kept: Tensor, rows: int) -> Tensor:
@@ -53,19 +53,19 @@ class Shard(NamedTuple):
         if self.whole:
             return kept
         whole = kept.new_empty(rows, *kept.shape[1:])
-        parts = gather_rows(kept)[0].split([Shard(rank, self.count).size(rows) for rank in range(self.count)])
+        parts = gather_rows(kept)[0].split([Shard(rank, self.ranks).size(rows) for rank in range(self.ranks)])
         for rank, part in enumerate(parts):
-            whole[rank :: self.count] = part
+            whole[rank :: self.ranks] = part
         return whole
 
     def run(self, slots: slice, source: slice) -> tuple[slice, slice]:
         """Of a contiguous run of slots and the rows to be copied there: what is kept here, and its rows."""
         if self.whole:
             return slots, source
-        skipped = (self.rank - slots.start) % self.count
-        kept = len(range(slots.start + skipped, slots.stop, self.count))
-        first = (slots.start + skipped) // self.count
-        return slice(first, first + kept), slice(source.start + skipped, source.stop, self.count)
+        skipped = (self.rank - slots.start) % self.ranks
+        kept = len(range(slots.start + skipped, slots.stop, self.ranks))
+        first = (slots.start + skipped) // self.ranks
+        return slice(first, first + kept), slice(source.start + skipped, source.stop, self.ranks)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over ranks."""

@@ -33,8 +33,10 @@ def run(argv: Sequence[str]) -> int:
     model_args, data_args, args = parse(argv)
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
-    data = load_data(data_args, args.topic_column)
-    print(data.report.summary())
+    with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
+        data = load_data(data_args, args.topic_column)
+    if args.process_index == 0:
+        print(data.report.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint)

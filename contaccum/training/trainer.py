@@ -24,6 +24,7 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.draws import draws_of
+from contaccum.distributed import sum_over_ranks
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
@@ -40,6 +41,13 @@ from contaccum.training.batches import (
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.memory import peak_memory_mb
+from contaccum.training.parallel import (
+    freeze_unused,
+    load_whole,
+    reads_embeddings,
+    settle_unused_parameters,
+    whole_parameters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +118,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             _check_negatives(args, loss, columns)
             warn_about_batch_norm(model)
             warn_about_means(args, loss)
+            settle_unused_parameters(args, model, loss)
         elif loss is None:
             loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
         self.data_fingerprint = data_fingerprint
@@ -123,6 +132,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
+        if args.fsdp and not self.is_fsdp_enabled:
+            logger.warning("fsdp on a CPU: accelerate shards on accelerators only, and runs DDP instead")
         self.add_callback(EpochOrderCallback(self._batch_samplers, self._draws, self._order_seed(args.seed)))
         self.add_callback(TrainLogCallback(self))
 
@@ -143,15 +154,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Before the rest: transformers writes trainer_state.json last, so a checkpoint that has it has its bank.
-        if self.args.should_save and not self.args.save_only_model:
+        if not self.args.save_only_model:
             state = {
                 f"{index}.{key}": value.contiguous()
                 for index, loss in enumerate(self.bank_losses())
-                for key, value in loss.bank_state_dict().items()
+                for key, value in loss.bank_state_dict(keep=self.args.should_save).items()  # all ranks take part
             }
             if self.balancer is not None:
                 state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
-            if state:
+            if state and self.args.should_save:
                 folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
                 os.makedirs(folder, exist_ok=True)
                 save_file(state, os.path.join(folder, BANK_FILE))
@@ -168,7 +179,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was this checkpoint written with "
                 "save_only_model, or another method? Start from its weights instead, without --resume_from_checkpoint"
             )
-        state = load_file(path, device=str(self.args.device))
+        state = load_file(path)  # the bank goes to the embeddings with the first micro-step
         for index, loss in enumerate(losses):
             prefix = f"{index}."
             loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
@@ -208,12 +219,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return sampler
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.is_fsdp_enabled and reads_embeddings(self.loss):  # torch loads no optimizer that misses a state
+            freeze_unused(self.model)
         given = self.args.learning_rate
         self.args.learning_rate = self.args.scaled_learning_rate
         try:
-            return super().create_optimizer(*args, **kwargs)
+            optimizer = super().create_optimizer(*args, **kwargs)
         finally:
             self.args.learning_rate = given
+        # DDP's after it: the optimizer's groups are then the same on any number of ranks.
+        if self.args.world_size > 1 and self.args.ddp_find_unused_parameters is False and not self.is_fsdp_enabled:
+            freeze_unused(self.model)
+        return optimizer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if self.tower_grad_norms is None:
@@ -249,10 +266,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """What the update that just ended did, for the log; then starts the next."""
         now = time.perf_counter()
         seconds = now - self._update_started
+        loss = sum_over_ranks(self.update["loss"]) / self.args.world_size
         record = {
             "update": self.state.global_step,
             "epoch": round(float(self.state.epoch or 0), 6),
-            "loss": float(self.update["loss"]),
+            "loss": float(loss),
             "learning_rate": self.update.get("learning_rate"),
             **self.update.get("grad_norms", {}),
             "bank_fill": sum(loss.last.get("bank_fill", 0) for loss in self.bank_losses()),
@@ -278,11 +296,20 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             logs = {**logs, **{key: record[key] for key in keys if key in record}}
         super().log(logs, start_time)
 
+    def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._load_from_checkpoint(checkpoint_path)
+        # As in the base class, which knows no shards.
+        trusted = self.model.trust_remote_code
+        whole = SentenceTransformer(checkpoint_path, device="cpu", trust_remote_code=trusted)
+        load_whole(self.model, dict(whole.state_dict()))
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # As in the base class, but the arguments go into JSON: the base class pickles them.
         folder = str(output_dir if output_dir is not None else self.args.output_dir)
         os.makedirs(folder, exist_ok=True)
-        self.model.save_pretrained(folder)
+        with whole_parameters(self.model, state_dict):
+            self.model.save_pretrained(folder)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         with open(os.path.join(folder, ARGUMENTS_FILE), "w", encoding="utf-8") as file:
@@ -297,7 +324,7 @@ def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> n
     common: dict[str, Any] = {
         "scale": 1.0 / temperature,
         "similarity_fct": cos_sim if similarity == "cos" else dot_score,
-        "gather_across_devices": args.gather_across_devices,
+        "gather_across_devices": args.gathers,
     }
     if args.method in BANK_METHODS:
         return ContAccumLoss(
@@ -310,6 +337,7 @@ def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> n
             drift_compensation=args.drift_compensation,  # type: ignore[arg-type]  # checked by the arguments
             bank_dtype=None if args.bank_dtype is None else BANK_DTYPES[args.bank_dtype],
             bank_device=args.bank_device,
+            shard_bank=args.shard_bank,
             **common,
         )
     if args.method == "grad_cache":
@@ -321,7 +349,7 @@ def describe_run(trainer: ContAccumTrainer) -> str:
     """What is about to happen, one fact a line, for the start of a run."""
     args, h = trainer.args, max(0, len(_columns(trainer.train_dataset)) - 2)
     columns = args.per_device_train_batch_size * (1 + h)
-    if args.gather_across_devices:
+    if args.gathers:
         columns *= args.world_size
     bank = (args.bank_size or 0) if args.method in BANK_METHODS else 0
     bank_columns = bank * (1 + (h if args.bank_hard_negatives else 0))
@@ -342,7 +370,7 @@ def describe_run(trainer: ContAccumTrainer) -> str:
     if batches:
         lines.insert(3, f"batches               {batches}")
     if bank:
-        shared = args.world_size if args.gather_across_devices else 1
+        shared = args.world_size if args.gathers else 1
         age = bank / (args.total_train_batch_size / args.world_size * shared)
         lines.insert(len(lines) - 3, f"oldest bank entry     {age:.1f} updates old")
     return "\n".join(lines)
@@ -383,7 +411,7 @@ def _check_negatives(args: ContAccumTrainingArguments, loss: Any, columns: list[
     if columns and len(columns) < 2:
         raise ConfigError(f"the training data has only the column {columns[0]!r}: it needs a query and a positive")
     baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    if baseline and len(columns) == 2 and args.per_device_train_batch_size == 1 and not args.gather_across_devices:
+    if baseline and len(columns) == 2 and args.per_device_train_batch_size == 1 and not args.gathers:
         raise ConfigError(
             f"method={args.method} with per_device_train_batch_size=1 and no hard negatives: a query has no negative "
             "and the loss is always 0. Raise the batch size, add hard negatives, or set method=contaccum"
