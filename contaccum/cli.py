@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _dispatch(arguments)
         except UserError as error:
-            print(f"contaccum: error: {' '.join(str(error).split())}", file=sys.stderr)
+            rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
+            where = "" if rank == "0" else f" on rank {rank}"
+            print(f"contaccum: error{where}: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("contaccum: interrupted", file=sys.stderr)

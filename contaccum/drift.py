@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contaccum.shards import WHOLE, Shard
+
 DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
 MOVES_ENTRIES = ("auto", "mean")
 """Those that follow the encoder; the others need no measurement of it."""
@@ -150,10 +152,10 @@ class QueryFrames(nn.Module):
         """Rows of the query bank that were written just now."""
         self.of_row.index_fill_(0, rows, self._moves % len(self.origins))
 
-    def push(self, weights: Tensor) -> Tensor:
-        """What moving the rows along adds to ``weights.T @ rows``: weights (r, c) of the first r rows, to (c, d)."""
+    def push(self, weights: Tensor, shard: Shard = WHOLE) -> Tensor:
+        """What moving the rows along adds to ``weights.T @ rows``: weights (r, c) of a shard's first r, to (c, d)."""
         by_frame = weights.new_zeros(len(self.origins), weights.shape[1])
-        by_frame.index_add_(0, self.of_row[: len(weights)], weights)
+        by_frame.index_add_(0, shard.of(self.of_row)[: len(weights)], weights)
         origins = self.origins.to(weights.dtype)
         moved = origins[self._moves % len(self.origins)] - origins
         return by_frame.T @ moved

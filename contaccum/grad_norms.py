@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from contaccum.distributed import sum_over_ranks
+from contaccum.distributed import sum_over_ranks, world_size
 from contaccum.encoders import is_tied, tower
 
 BALANCES = ("none", "geometric")
@@ -103,12 +104,14 @@ class TowerGradNorms:
         """
         norms: dict[str, Tensor] = {}
         if self.tied:
-            norms = {name: sum_over_ranks(square).sqrt() for name, square in self._squares.items()}
+            # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
+            norms = {name: sum_over_ranks(square).sqrt() / world_size() for name, square in self._squares.items()}
         else:
             for name, parameters in self._parameters.items():
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 if gradients:
-                    norms[name] = torch.stack(torch._foreach_norm(gradients)).norm()
+                    norm = nn.utils.get_total_norm(gradients)
+                    norms[name] = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP's are sharded
         factors, self._factors, self._squares = self._factors, {}, {}
         values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
         both = bool(values.get("grad_norm_query")) and "grad_norm_passage" in values

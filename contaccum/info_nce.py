@@ -15,13 +15,14 @@ from torch import Tensor
 
 from contaccum import bank_block
 from contaccum.bank_block import BankBlock
-from contaccum.banked_module import AGES, BankedModule
+from contaccum.banked_module import BankedModule
 from contaccum.distributed import gather_batch, world_size
 from contaccum.duplicates import KnownPositives
 from contaccum.errors import NotFiniteError
 from contaccum.loss_parts import Entry, LossWithGradients, softmax, without_mean
 from contaccum.memory_bank import NO_ID, check_embeddings
-from contaccum.settings import check_settings
+from contaccum.settings import check_settings, check_sharding
+from contaccum.shards import WHOLE
 
 
 class BankedInfoNCE(BankedModule):
@@ -56,9 +57,12 @@ class BankedInfoNCE(BankedModule):
             ``"fresh"`` uses no entry that is older than the last :meth:`end_update`. ``"none"`` uses entries as they
             were, as the paper does.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
-        gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss. Every rank then
-            holds the same bank and returns the same loss. Gradients are scaled for an averaging reduction, as
-            DistributedDataParallel does.
+        gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss: the pairs of rank
+            0, then those of rank 1, and so on. Ranks may bring different numbers of pairs, even none. Every rank then
+            holds the same bank and returns the same loss. Gradients are scaled for a reduction that averages over
+            ranks, as those of DistributedDataParallel and FSDP do: times the number of ranks.
+        shard_bank: with ``gather_across_devices``, keep on each of R ranks every R-th row of the bank instead of all:
+            its embeddings take 1/R of the memory and of the work, and a micro-step some more communication.
         bank_device: where the bank lives and its scores are computed; None: with the embeddings. "cpu" holds banks that
             an accelerator has no room for: only the micro-batch and its gradients travel, and the host waits for them.
 
@@ -103,8 +107,10 @@ class BankedInfoNCE(BankedModule):
         bank_dtype: torch.dtype | None = None,
         gather_across_devices: bool = False,
         bank_device: torch.device | str | None = None,
+        shard_bank: bool = False,
     ) -> None:
         check_settings(bank_size, query_bank_size, temperature, similarity, normalize_by, drift_compensation)
+        check_sharding(shard_bank, gather_across_devices, bank_device)
         super().__init__(
             bank_size,
             query_bank_size,
@@ -114,6 +120,7 @@ class BankedInfoNCE(BankedModule):
             bank_dtype,
             gather_across_devices,
             bank_device,
+            shard_bank,
         )
         self.temperature = temperature
         self.normalize_by = normalize_by
@@ -140,28 +147,27 @@ class BankedInfoNCE(BankedModule):
 
         Raises:
             ValueError: for shapes that do not agree, an embedding size other than the bank's.
-            NotFiniteError (a ValueError): for NaN embeddings.
+            NotFiniteError (a ValueError): for NaN embeddings (then on every rank that shares the bank).
         """
-        check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
+        ranks = world_size() if self.gather_across_devices else 1
+        check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids, may_be_empty=ranks > 1)
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
-        # Never on one rank alone: the others would wait for it.
-        alone = not (self.gather_across_devices and world_size() > 1)
-        if alone and self._may_look(queries) and any(bool(torch.isnan(x).any()) for x in inputs):
-            raise NotFiniteError(
-                "the embeddings of this micro-batch hold NaN: look for a learning rate too high, fp16 overflow "
-                "(bf16 has none), or empty texts under mean pooling. The bank is untouched."
-            )
         learning = torch.is_grad_enabled()
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
             dtype = torch.promote_types(queries.dtype, torch.float32)
-            local = [x.detach().to(self.bank_device, dtype) for x in inputs]
-            ids: tuple[Tensor | None, ...] = tuple(
-                None if x is None else x.to(local[0].device) for x in (query_ids, passage_ids, negative_ids)
-            )
-            own, ranks = slice(0, queries.shape[0]), 1
-            if self.gather_across_devices and world_size() > 1:
-                local, ids, own = gather_batch(local, ids)
-                ranks = world_size()
+            local = [x.detach() for x in inputs]
+            ids: tuple[Tensor | None, ...] = (query_ids, passage_ids, negative_ids)
+            own = slice(0, queries.shape[0])
+            if ranks > 1:  # before any copy: in the dtype of the embeddings, by the backend of their device
+                local, ids, own = gather_batch(local, ids, NO_ID)
+            local = [x.to(self.bank_device, dtype) for x in local]
+            ids = tuple(None if x is None else x.to(local[0].device) for x in ids)
+            # After the gathering: a rank that stopped alone would leave the others waiting.
+            if self._may_look(queries) and any(bool(torch.isnan(x).any()) for x in local):
+                raise NotFiniteError(
+                    "the embeddings of this micro-batch hold NaN: look for a learning rate too high, fp16 overflow "
+                    "(bf16 has none), or empty texts under mean pooling. The bank is untouched."
+                )
             needs_gradient = learning and any(x.requires_grad for x in inputs)
             loss, gradients = self._micro_step(local, ids, needs_gradient, enqueue=self.training and learning)
             loss = loss.to(queries.device)
@@ -213,26 +219,29 @@ class BankedInfoNCE(BankedModule):
         # where float32 has two digits after the point, and there are only n (n + m) of them.
         positive = scores[own, own].double()
         log_sum, top = scores.double().logsumexp(1), scores.amax(1)
+        shard = WHOLE if bank is None else bank.shard
         blocks = [] if bank is None else bank.columns
         bank_scores = [] if bank is None else bank.local_scores(queries, known, query_ids, passage_ids)
         shifted = None if shift is None else (queries @ shift / self.temperature)[:, None]
+        banked = torch.full_like(log_sum, -torch.inf)
         for block_scores in bank_scores:
             if shifted is not None:
                 block_scores += shifted
-            log_sum = torch.logaddexp(log_sum, block_scores.double().logsumexp(1))
-            top = torch.maximum(top, block_scores.amax(1))
+            banked = torch.logaddexp(banked, block_scores.double().logsumexp(1))
+            top = torch.maximum(top, block_scores.amax(1)) if block_scores.shape[1] else top
+        log_sum, top = torch.logaddexp(log_sum, shard.log_sum(banked)), shard.max(top)
         local_losses = (log_sum - positive).to(scores.dtype)
 
         # Bank rows: m x c scores; their m x m part has no gradient and comes in as one number per row.
         bank_losses = scores.new_zeros(0)
         row_scores = row_log_sum = None
         entry = self._entry(local, shift) if enqueue and self.bank is not None else None
-        if bank is not None and len(bank.rows):
+        if bank is not None and bank.any_rows:
             wanted = [columns] if shift is None else [columns, shift[None]]
             leaving, entering = ([], []) if entry is None else (bank.columns_in(entry.evicted), entry.columns)
             row_scores, *others = bank.row_scores(*wanted, *leaving, *entering)
             if known is not None:
-                mask = known.mask(bank.row_query_ids, bank.row_passage_ids, column_query_ids, column_ids)
+                mask = known.mask(*bank.row_facts[:2], column_query_ids, column_ids)
                 row_scores.masked_fill_(mask, -torch.inf)
             log_sums, positives = bank.log_sums(known, query_ids), bank.positive_scores()
             if shift is not None:
@@ -247,16 +256,14 @@ class BankedInfoNCE(BankedModule):
 
         rows: Tensor | int = n
         if self.normalize_by == "all":
-            usable = None if bank is None else bank.usable_rows
-            rows = n + (bank_losses.numel() if usable is None else usable.sum())
-        loss = (local_losses.sum() + bank_losses.sum()) / rows
+            usable = torch.ones_like(bank_losses) if bank is None or bank.usable_rows is None else bank.usable_rows
+            rows = n + shard.sum(usable.sum())
+        bank_loss = shard.sum(bank_losses.sum())
+        loss = (local_losses.sum() + bank_loss) / rows
         gradients: list[Tensor] = []
         passage_mass = None
         if needs_gradient:
-            weights = softmax(scores, log_sum)
-            weights[own, own] -= 1
-            query_gradient = weights @ columns
-            column_gradient = weights.T @ queries
+            query_gradient, column_gradient = torch.zeros_like(queries), torch.zeros_like(columns)
             for block, block_scores in zip(blocks, bank_scores, strict=True):
                 weights = softmax(block_scores, log_sum)
                 if block is blocks[0]:
@@ -270,7 +277,15 @@ class BankedInfoNCE(BankedModule):
                     weights = torch.where(bank.usable_rows[:, None], weights, torch.zeros_like(weights))
                 column_gradient += bank.rows.weighted_sum(weights.T)
                 if self.query_frames is not None:
-                    column_gradient += self.query_frames.push(weights)
+                    column_gradient += self.query_frames.push(weights, shard)
+            if not shard.whole:
+                query_gradient, column_gradient = shard.sum(torch.cat([query_gradient, column_gradient])).split(
+                    [n, len(columns)]
+                )
+            weights = softmax(scores, log_sum)
+            weights[own, own] -= 1
+            query_gradient = query_gradient + weights @ columns
+            column_gradient = column_gradient + weights.T @ queries
             if self.drift_compensation == "auto" and self.bank is not None and self.bank.aged:
                 query_gradient, column_gradient = without_mean(query_gradient), without_mean(column_gradient)
             gradients = [query_gradient, column_gradient[:n]]
@@ -303,7 +318,7 @@ class BankedInfoNCE(BankedModule):
         self.last = {
             "loss": loss,
             "local_loss": local_losses.mean(),
-            "bank_loss": bank_losses.mean() if bank_losses.numel() else bank_losses.sum(),
+            "bank_loss": bank_loss / max(0 if bank is None else bank.bank.query_fill, 1),
             "local_accuracy": (positive >= top.double()).to(loss.dtype).mean(),
             "columns": columns.shape[0] + used[0],
             "bank_rows": used[1],
@@ -315,26 +330,6 @@ class BankedInfoNCE(BankedModule):
             **masses,
         }
         return loss, gradients
-
-    def _masses(self, passage_mass: Tensor, scores: Tensor, log_sum: Tensor, n: int) -> dict[str, Tensor]:
-        """Where the local rows' softmax lies: the banked passages' share, and that of an aged column over a fresh one.
-
-        Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
-        """
-        assert self.bank is not None
-        usable = self.bank.entries().usable.to(passage_mass.dtype)
-        # The exponent of an age is the number of its range in AGES.
-        ranges = torch.frexp(self.bank.ages_in_updates().double()).exponent.clamp_max(len(AGES) - 1)
-        columns, mass = usable.new_zeros(2, len(AGES)).index_add_(1, ranges, torch.stack([usable, passage_mass]))
-        local = softmax(scores[:, :n], log_sum)
-        in_batch = local.sum() - local.diagonal().sum()
-        fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
-        return {
-            "bank_mass": mass.sum() / n,
-            "bank_mass_aged": mass[1:].sum() / columns[1:].sum() / fresh,
-            "bank_mass_by_age": mass / n,
-            "in_batch_mass": in_batch / n,
-        }
 
     @staticmethod
     def _may_look(tensor: Tensor) -> bool:

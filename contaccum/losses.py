@@ -16,11 +16,14 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
 from contaccum.duplicates import PositivesTable, mix64
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
-from contaccum.probe import PAIRS_PER_PROBE, TextProbe
+from contaccum.probe import PAIRS_PER_PROBE, SharedProbe
+
+OF_RANK = "of_rank_"  # before the keys of a rank's own bank, in a state of several
 
 _LOSSES: weakref.WeakSet[ContAccumLoss] = weakref.WeakSet()
 
@@ -47,10 +50,10 @@ class ContAccumLoss(nn.Module):
         bank_size: rows of the passage bank; 0 is MultipleNegativesRankingLoss.
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
-        gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank.
+        gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank. Otherwise
+            each has a bank of its own.
         query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation, bank_dtype,
-            bank_device: as in
-            :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
+            bank_device, shard_bank: as in :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
 
     Requirements:
         1. (anchor, positive) pairs, (anchor, positive, negative) triplets, or
@@ -112,6 +115,7 @@ class ContAccumLoss(nn.Module):
         drift_compensation: Literal["auto", "mean", "fresh", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         bank_device: torch.device | str | None = None,
+        shard_bank: bool = False,
     ) -> None:
         super().__init__()
         if not scale > 0:
@@ -137,13 +141,14 @@ class ContAccumLoss(nn.Module):
             "bank_dtype": bank_dtype,
             "gather_across_devices": gather_across_devices,
             "bank_device": bank_device,
+            "shard_bank": shard_bank,
         }
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
         self.info_nces = nn.ModuleDict({})
         self._size: str | None = None
-        self._probe: TextProbe | None = None
+        self._probe: SharedProbe | None = None
         self._positives: PositivesTable | None = None
-        self._pairs_since_probe = 0
+        self._probed_at = 0  # pairs that the bank had seen
         self._stepped = False  # whether an optimizer has moved the model since the last micro-step
         _LOSSES.add(self)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": 0})
@@ -215,14 +220,24 @@ class ContAccumLoss(nn.Module):
         # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
         if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
             return
-        first = self._probe is None and self.info_nce is None and TextProbe.fits(features)
+        first = self._probe is None and self.info_nce is None
         if first:
-            self._probe = TextProbe(features)
-        if self._probe is not None and (first or (stepped and self._pairs_since_probe >= PAIRS_PER_PROBE)):
+            self._probe = SharedProbe.of(features, self._shared)
+        # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
+        pairs = self._pairs_seen
+        if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
             queries, passages = self._probe.encode(self.model)
             self._for_size(queries.shape[-1]).observe_probe(queries, passages)
-            self._pairs_since_probe = 0
-        self._pairs_since_probe += len(features[0]["input_ids"]) if "input_ids" in features[0] else 0
+            self._probed_at = pairs
+
+    @property
+    def _shared(self) -> bool:
+        """Whether all ranks hold one and the same bank."""
+        return self.settings["gather_across_devices"] and world_size() > 1
+
+    @property
+    def _pairs_seen(self) -> int:
+        return 0 if self.info_nce is None or self.info_nce.bank is None else self.info_nce.bank.pairs
 
     def _for_size(self, size: int) -> BankedInfoNCE:
         key = str(size)
@@ -234,31 +249,59 @@ class ContAccumLoss(nn.Module):
             self._size = key
         return self.info_nces[key]  # type: ignore[return-value]  # ModuleDict holds Modules
 
-    def bank_state_dict(self) -> dict[str, Tensor]:
-        """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights."""
-        state = dict(self.info_nces.state_dict())
-        if self._probe is not None:
+    def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
+        """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights.
+
+        With several ranks, all call it together. A bank that they share comes out in one piece, sharded or not, and
+        fits any number of ranks; banks of their own come out side by side, and fit as many ranks again.
+
+        Args:
+            keep: whether this rank wants the result, to write it; otherwise it only takes part, and gets an empty one.
+        """
+        state: dict[str, Tensor] = {}
+        for size, loss_fn in self.info_nces.items():
+            whole = loss_fn.gathered_state_dict(keep or not self._shared)  # type: ignore[operator]  # a BankedInfoNCE
+            state |= {f"{size}.{key}": value for key, value in whole.items()}
+        if self._probe is not None and state:
             device = next(iter(state.values())).device
-            since = {"pairs": self._pairs_since_probe, "stepped": int(self._stepped)}
+            since = {"pairs": self._pairs_seen - self._probed_at, "stepped": int(self._stepped)}
             state |= {f"probe.{key}": value for key, value in self._probe.state_dict().items()}
             state |= {f"since_probe.{key}": torch.tensor(value, device=device) for key, value in since.items()}
-        return state
+        if world_size() > 1 and not self._shared:
+            parts = enumerate(gather_states(state, next(self.model.parameters()).device))
+            state = {f"{OF_RANK}{index}.{key}": value for index, part in parts for key, value in part.items()}
+        return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what :meth:`bank_state_dict` gave.
+        """Restore what :meth:`bank_state_dict` gave, on every rank.
 
         Raises:
-            ConfigError: when the state was written with other settings.
+            ConfigError: when the state was written with other settings, or holds banks of other ranks.
         """
+        state = self._own_part(state)
         probe = {key.removeprefix("probe."): value for key, value in state.items() if key.startswith("probe.")}
         if probe:
-            self._probe = TextProbe.from_state_dict(probe)
-            self._pairs_since_probe = int(state["since_probe.pairs"])
+            self._probe = SharedProbe.from_state_dict(probe, self._shared)
             self._stepped = bool(state["since_probe.stepped"])
         banks = {key: value for key, value in state.items() if not key.startswith(("probe.", "since_probe."))}
         for size in sorted({key.split(".", 1)[0] for key in banks}, key=int):
             self._for_size(int(size))
         self.info_nces.load_state_dict(banks)
+        self._probed_at = self._pairs_seen - int(state.get("since_probe.pairs", 0))
+
+    def _own_part(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the states of ranks with banks of their own, this rank's."""
+        ranks = {key.split(".", 1)[0] for key in state if key.startswith(OF_RANK)}
+        if not ranks:
+            return state
+        if self._shared or len(ranks) != world_size():
+            raise ConfigError(
+                f"this state holds the banks of {len(ranks)} ranks, written with gather_across_devices=False, and this "
+                f"run has {world_size()} with gather_across_devices={self._shared}: nobody could go on with them. Use "
+                f"{len(ranks)} ranks and gather_across_devices=False again, or start from the weights alone"
+            )
+        prefix = f"{OF_RANK}{rank()}."
+        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
     def get_config_dict(self) -> dict[str, Any]:
         config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from contaccum.shards import WHOLE, Shard
+
 RETIRED_AT_ONCE = 64
 """Pairs that a micro-step retires for their age beside as many as come, at most: bounds its cost when a limit falls."""
 
@@ -22,7 +24,7 @@ NO_ID = torch.iinfo(torch.int64).min
 class BankEntries(NamedTuple):
     """The filled part of a bank, as views into its storage (m' = rows filled so far, oldest anywhere).
 
-    Row i of ``queries`` came with row ``positives[i]`` of ``passages``.
+    Row i of ``queries`` came with row ``positives[i]`` of ``passages``. Embeddings of a sharded bank: those kept here.
     """
 
     queries: Tensor  # (mq', d)
@@ -51,6 +53,7 @@ class MemoryBank(nn.Module):
         query_bank_size: rows of the query bank, at most ``bank_size`` (a banked query needs its passage in the
             passage bank). ``None``: as many as ``bank_size``. 0: no queries are kept.
         device: where the buffers live; ``.to()`` moves them.
+        shard: the part of the rows whose embeddings are kept here; ids and counts are kept of all.
 
     Raises:
         ValueError: for sizes that are negative, not whole, or a query bank larger than the passage bank.
@@ -73,6 +76,7 @@ class MemoryBank(nn.Module):
     micro_steps: Tensor
     updates: Tensor
     counts: Tensor
+    shard_of: Tensor
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class MemoryBank(nn.Module):
         dtype: torch.dtype = torch.float32,
         query_bank_size: int | None = None,
         device: torch.device | str | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
         query_bank_size = bank_size if query_bank_size is None else query_bank_size
@@ -100,9 +105,10 @@ class MemoryBank(nn.Module):
             )
         self.bank_size, self.dim, self.hard_negatives = bank_size, dim, hard_negatives
         self.query_bank_size = query_bank_size
+        self.shard = shard
 
-        def embeddings(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dim, dtype=dtype, device=device)
+        def embeddings(rows: int, *shape: int) -> Tensor:
+            return torch.zeros(shard.size(rows), *shape, dim, dtype=dtype, device=device)
 
         def ids(*shape: int) -> Tensor:
             return torch.full(shape, NO_ID, dtype=torch.int64, device=device)
@@ -126,6 +132,8 @@ class MemoryBank(nn.Module):
         # The limit, the first pair in use, the first of the present update: host numbers, here for the state.
         self.register_buffer("counts", torch.tensor([bank_size, 0, 0]))
         self._limit, self._first, self._update_began = bank_size, 0, 0
+        if not shard.whole:  # so that a shard is never taken for a bank, or for another shard
+            self.register_buffer("shard_of", torch.tensor([*shard, bank_size, query_bank_size]))
 
     @property
     def limit(self) -> int:
@@ -216,20 +224,22 @@ class MemoryBank(nn.Module):
             self.usable[self._slots_of(self._first, min(first, self._enqueued))] = False
             self._first = first
         for slots, source in self._slots(n, self.bank_size):
-            self.passages[slots] = passages[source].to(self.passages)
+            kept, part = self.shard.run(slots, source)
+            self.passages[kept] = passages[part].to(self.passages)
             self.query_ids[slots] = NO_ID if query_ids is None else query_ids[source].to(self.query_ids)
             self.passage_ids[slots] = NO_ID if passage_ids is None else passage_ids[source].to(self.passage_ids)
             self.negative_ids[slots] = NO_ID
             self.negative_counts[slots] = h
             if negatives is not None:
-                self.negatives[slots, :h] = negatives[source].to(self.negatives)
+                self.negatives[kept, :h] = negatives[part].to(self.negatives)
                 if negative_ids is not None:
                     self.negative_ids[slots, :h] = negative_ids[source].to(self.negative_ids)
             self.inserted_at[slots] = self.micro_steps
             self.inserted_in[slots] = self.updates
             self.usable[slots] = True if finite is None else finite
         for slots, source in self._slots(n, self.query_bank_size):
-            self.queries[slots] = queries[source].to(self.queries)
+            kept, part = self.shard.run(slots, source)
+            self.queries[kept] = queries[part].to(self.queries)
         self._enqueued += n
         self.enqueued += n
         self.micro_steps += 1
@@ -279,9 +289,9 @@ class MemoryBank(nn.Module):
             last = self._enqueued - 1
             positives = (last - (last - slots) % max(self.query_bank_size, 1)) % max(self.bank_size, 1)
         return BankEntries(
-            self.queries[:mq],
-            self.passages[:m],
-            self.negatives[:m],
+            self.queries[: self.shard.size(mq)],
+            self.passages[: self.shard.size(m)],
+            self.negatives[: self.shard.size(m)],
             self.query_ids[:m],
             self.passage_ids[:m],
             self.negative_ids[:m],
@@ -320,7 +330,7 @@ class MemoryBank(nn.Module):
         more = hard_negatives - self.hard_negatives
         if more < 0:
             raise ValueError(f"a bank made for {self.hard_negatives} hard negatives cannot shrink to {hard_negatives}")
-        room = self.negatives.new_zeros(self.bank_size, more, self.dim)
+        room = self.negatives.new_zeros(len(self.negatives), more, self.dim)
         self.negatives = torch.cat([self.negatives, room], dim=1)
         ids = self.negative_ids.new_full((self.bank_size, more), NO_ID)
         self.negative_ids = torch.cat([self.negative_ids, ids], dim=1)
@@ -382,6 +392,7 @@ def check_embeddings(
     query_ids: Tensor | None = None,
     passage_ids: Tensor | None = None,
     negative_ids: Tensor | None = None,
+    may_be_empty: bool = False,
 ) -> None:
     """Refuse a micro-batch whose shapes do not agree: (n, d), (n, d), (n, h, d), int64 (n,), (n,), (n, h).
 
@@ -398,7 +409,7 @@ def check_embeddings(
             "passages is the positive of row i of queries"
         )
     n, d = queries.shape
-    if n == 0:
+    if n == 0 and not may_be_empty:
         raise ValueError("the micro-batch is empty")
     if negatives is not None and (negatives.ndim != 3 or (negatives.shape[0], negatives.shape[2]) != (n, d)):
         raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")

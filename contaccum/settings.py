@@ -39,3 +39,21 @@ def check_settings(
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_sharding(shard_bank: bool, gather_across_devices: bool | None, bank_device: object) -> None:
+    """Refuse to shard a bank that the ranks do not share, or that does not lie with the embeddings.
+
+    Raises:
+        ConfigError: naming both settings and the way out.
+    """
+    if shard_bank and gather_across_devices is False:
+        raise ConfigError(
+            "shard_bank=True with gather_across_devices=False: without gathering, each rank has a bank of its own, and "
+            "nobody to share it with. Set gather_across_devices=True, or drop shard_bank"
+        )
+    if shard_bank and bank_device is not None:
+        raise ConfigError(
+            f"shard_bank=True with bank_device={bank_device}: a sharded bank lies where the ranks talk to each other, "
+            "with the embeddings. Drop one of them"
+        )

@@ -15,7 +15,8 @@ from contaccum.data.batch_plan import LENGTH_WINDOW
 from contaccum.drift import DRIFT_COMPENSATIONS
 from contaccum.errors import ConfigError
 from contaccum.grad_norms import BALANCES
-from contaccum.settings import check_settings
+from contaccum.settings import check_settings, check_sharding
+from contaccum.training.engines import refuse_engines, refuse_first_fsdp
 from contaccum.training.set_sampling import DEFAULT_SAMPLING_TEMPERATURE, SET_SAMPLERS, take_set_sampling
 from contaccum.training.sizes import check_memory_limit, fit_sizes, keep_asked, pairs_per_update
 
@@ -88,8 +89,16 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         default=None,
         metadata={"help": "Where the bank lives. Default: with the model; cpu for banks that the GPU has no room for."},
     )
-    gather_across_devices: bool = field(
-        default=False, metadata={"help": "Build the batch of all devices before the loss."}
+    gather_across_devices: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Build the batch of all devices before the loss; with a bank, all then hold one and the same. "
+            "Default: with a bank (contaccum, pre_batch) yes, else no."
+        },
+    )
+    shard_bank: bool = field(
+        default=False,
+        metadata={"help": "Keep on each of R devices 1/R of the bank's rows instead of all, for very large banks."},
     )
     balance_grad_norms: str = field(
         default="none",
@@ -198,6 +207,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        refuse_engines(self.deepspeed)
         own_sampler = take_set_sampling(self)
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         if self.finds_micro_batch:
@@ -207,6 +217,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
         super().__post_init__()
         self.multi_dataset_batch_sampler = own_sampler or self.multi_dataset_batch_sampler
+        refuse_first_fsdp(self.fsdp_plugin_args)
         if self.fp16 and self.device.type == "cpu":
             raise ConfigError("fp16=true needs an accelerator; on a CPU set bf16=true, or neither")
         if self.method in BANK_METHODS and self.n_gpu > 1:
@@ -248,7 +259,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
                 "update is one batch. Set gradient_accumulation_steps=1, or method=grad_accum"
             )
         if self.method not in BANK_METHODS:
-            for name in ("bank_size", "query_bank_size"):
+            for name in ("bank_size", "query_bank_size", "shard_bank"):
                 if getattr(self, name):
                     raise ConfigError(
                         f"method={self.method} with {name}={getattr(self, name)}: only {' and '.join(BANK_METHODS)} "
@@ -270,6 +281,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         if self.max_skipped_updates < 0:
             raise ConfigError(f"max_skipped_updates must be at least 0, got {self.max_skipped_updates}")
         self._check_batches()
+        check_sharding(self.shard_bank, self.gather_across_devices, self.bank_device)
         bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
         check_settings(
             bank_size,
@@ -350,6 +362,12 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         """Whether batches are made by ``group_by_label`` or by a sampler of the user's."""
         kind = getattr(self.batch_sampler, "value", self.batch_sampler)
         return kind not in ("batch_sampler", "no_duplicates", "no_duplicates_hashed")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the batch of all devices is built before the loss."""
+        default = self.method in BANK_METHODS and self.world_size > 1
+        return default if self.gather_across_devices is None else self.gather_across_devices
 
     @property
     def pairs_per_micro_batch(self) -> int:

@@ -32,6 +32,7 @@ from contaccum.training.checkpoint_folder import (
     one_line_when_full,
     write_json,
 )
+from contaccum.training.parallel import load_whole_optimizer, whole_optimizer_state
 from contaccum.training.resume import FACTS_FILE, read_facts, refuse_or_list_changes, run_facts
 from contaccum.training.safe_state import load_state, random_states, save_state, set_random_states
 from contaccum.training.sizes import set_micro_batch
@@ -117,9 +118,9 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
 
     def _save_beside(self, folder: Path) -> None:
         if not self.args.save_only_model:
-            rank, state = self.args.process_index, self.bank_state()
-            if state and (rank == 0 or not self.args.gather_across_devices):
-                save_state(folder / _of_rank(BANK_FILE, rank), state)
+            state = self.bank_state()
+            if state and self.args.should_save:
+                save_state(folder / BANK_FILE, state)
             window = self.window_state()
             if window is not None:
                 save_state(folder / WINDOW_FILE, window)
@@ -144,14 +145,11 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise UserError(
-                "checkpoints of a run under DeepSpeed or FSDP are not written: theirs hold pickles. Set "
-                "save_strategy=no, or train with DDP (torchrun without a DeepSpeed or FSDP config)"
-            )
         assert self.optimizer is not None and self.lr_scheduler is not None
+        sharded = self.is_fsdp_enabled
+        state = whole_optimizer_state(self.model, self.optimizer) if sharded else self.optimizer.state_dict()
         if self.args.should_save:
-            save_state(os.path.join(output_dir, OPTIMIZER_FILE), self.optimizer.state_dict())
+            save_state(os.path.join(output_dir, OPTIMIZER_FILE), state)
             save_state(os.path.join(output_dir, SCHEDULER_FILE), self.lr_scheduler.state_dict())
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -247,14 +245,17 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
         assert self.optimizer is not None and self.lr_scheduler is not None
         # On the CPU: optimizers move what they load to their parameters.
         try:
-            self.optimizer.load_state_dict(load_state(files[0]))
+            state = load_state(files[0])
+            if self.is_fsdp_enabled:
+                load_whole_optimizer(self.model, self.optimizer, state)
+            else:
+                self.optimizer.load_state_dict(state)
             self.lr_scheduler.load_state_dict(load_state(files[1]))
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint}: its optimizer is not this run's ({error})") from error
-        path = os.path.join(checkpoint, _of_rank(BANK_FILE, self.args.process_index))
-        if not os.path.isfile(path):
-            path = os.path.join(checkpoint, BANK_FILE)
-        self.load_bank_state(load_state(path, self.args.device) if os.path.isfile(path) else {}, checkpoint)
+        path = os.path.join(checkpoint, BANK_FILE)
+        # On the CPU: the bank goes to the embeddings with the first micro-step.
+        self.load_bank_state(load_state(path) if os.path.isfile(path) else {}, checkpoint)
         window = os.path.join(checkpoint, WINDOW_FILE)
         if os.path.isfile(window):
             self.load_window_state(load_state(window, self.args.device), checkpoint)
@@ -274,11 +275,6 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
         else:  # more ranks than there were
             update = TrainerState.load_from_json(os.path.join(checkpoint, STATE_FILE)).global_step
             set_seed((self.args.seed * 1_000_003 + update) * 1_009 % 2**31 + self.args.process_index)
-
-
-def _of_rank(name: str, rank: int) -> str:
-    stem, _, kind = name.partition(".")
-    return name if rank == 0 else f"{stem}_{rank}.{kind}"
 
 
 def _random_file(folder: str, rank: int) -> str:

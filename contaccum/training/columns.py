@@ -68,7 +68,7 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, dataset: Any) -> 
     """
     by_set = {name: columns for name, columns in columns_by_set(dataset).items() if columns}
     baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    alone = args.per_device_train_batch_size == 1 and not (args.gather_across_devices or args.finds_micro_batch)
+    alone = args.per_device_train_batch_size == 1 and not (args.gathers or args.finds_micro_batch)
     for name, columns in by_set.items():
         of = "the training data" if name is None else f"training set {name!r}"
         if len(columns) < 2:
@@ -80,7 +80,7 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, dataset: Any) -> 
                 "method=contaccum"
             )
     widths = {name: max(0, len(columns) - 2) for name, columns in by_set.items()}
-    if args.gather_across_devices and args.world_size > 1 and len(set(widths.values())) > 1:
+    if args.gathers and args.world_size > 1 and len(set(widths.values())) > 1:
         raise ConfigError(
             f"gather_across_devices=true with training sets of different numbers of hard negatives, {widths}: devices "
             "train on different sets at a time. Give all the same num_hard_negatives, or drop gather_across_devices"

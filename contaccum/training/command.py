@@ -43,9 +43,11 @@ def run(argv: Sequence[str]) -> int:
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
     resume = check_resume(args.resume_from_checkpoint, output_dir)
-    data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
-    print(data.summary())
-    mining_data = load_mining_data_of(data_args, args)
+    with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
+        data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
+        mining_data = load_mining_data_of(data_args, args)
+    if args.process_index == 0:
+        print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = load_model(model_args, device=str(args.device))
     take_prompts(args, data, model)

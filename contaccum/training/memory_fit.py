@@ -47,7 +47,7 @@ def find_micro_batch(trainer: WindowedTrainer) -> int:
     """
     args = trainer.args
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if world_size() > 1 and args.gather_across_devices and args.method not in BANK_METHODS:
+    if world_size() > 1 and args.gathers and args.method not in BANK_METHODS:
         raise ConfigError(
             f"per_device_train_batch_size=auto with method={args.method} and gather_across_devices on "
             f"{world_size()} ranks, which would wait for each other while they try: give a number"

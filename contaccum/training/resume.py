@@ -118,13 +118,6 @@ def refuse_or_list_changes(trainer: CheckpointedTrainer, checkpoint: Path, facts
         f"{checkpoint}: cannot go on with other settings than its bank and optimizer were made with",
         f"set them back, or train from its weights with --model {checkpoint}",
     )
-    own_banks = not trainer.args.gather_across_devices and any(True for _ in trainer.bank_losses())
-    if facts["ranks"] != trainer.args.world_size and own_banks:
-        raise UserError(
-            f"{checkpoint}: written by {facts['ranks']} ranks, each with a bank of its own, and this run has "
-            f"{trainer.args.world_size}: start as many, or train with gather_across_devices, whose one bank fits any "
-            "number of ranks"
-        )
     if not trainer.args.resume_with_changes:
         args = trainer.args
         planned = args.avoids_duplicates or args.groups_by_length or args.topic_column or args.own_batch_sampler

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from contaccum.data.draws import draws_of
 from contaccum.data.stream_batches import StreamedSets
+from contaccum.distributed import sum_over_ranks
 from contaccum.errors import ConfigError, UserError
 from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
@@ -48,6 +49,13 @@ from contaccum.training.columns import check_columns, fill_roles, text_columns_o
 from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
 from contaccum.training.numerics import SkippedUpdates
+from contaccum.training.parallel import (
+    freeze_unused,
+    load_whole,
+    reads_embeddings,
+    settle_unused_parameters,
+    whole_parameters,
+)
 from contaccum.training.refresh import make_refresh, with_row_numbers
 from contaccum.training.refusal import RefusesCode
 from contaccum.training.resume import ARGUMENTS_FILE
@@ -129,6 +137,7 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
             check_columns(args, loss, texts)
             warn_about_batch_norm(model)
             warn_about_means(args, loss)
+            settle_unused_parameters(args, model, loss)
         elif loss is None:
             loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
         self.refresh = make_refresh(args, train_dataset, mining_data)
@@ -145,6 +154,8 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
+        if args.fsdp and not self.is_fsdp_enabled:
+            logger.warning("fsdp on a CPU: accelerate shards on accelerators only, and runs DDP instead")
         self.add_callback(EpochOrderCallback(self._batch_samplers, self._draws, self._order_seed(args.seed)))
         self.add_callback(TrainLogCallback(self))
         self.add_callback(WindowCallback(self))  # after the log: an update that is saved has its line
@@ -165,12 +176,13 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
         return loss
 
     def bank_state(self) -> dict[str, Tensor]:
+        keep = self.args.should_save
         state = {
             f"{index}.{key}": value
             for index, loss in enumerate(self.bank_losses())
-            for key, value in loss.bank_state_dict().items()
+            for key, value in loss.bank_state_dict(keep=keep).items()  # all ranks take part
         }
-        if self.balancer is not None:
+        if self.balancer is not None and keep:
             state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
         return state
 
@@ -238,12 +250,18 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
         return sampler
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.is_fsdp_enabled and reads_embeddings(self.loss):  # torch loads no optimizer that misses a state
+            freeze_unused(self.model)
         given = self.args.learning_rate
         self.args.learning_rate = self.args.scaled_learning_rate
         try:
-            return super().create_optimizer(*args, **kwargs)
+            optimizer = super().create_optimizer(*args, **kwargs)
         finally:
             self.args.learning_rate = given
+        # DDP's after it: the optimizer's groups are then the same on any number of ranks.
+        if self.args.world_size > 1 and self.args.ddp_find_unused_parameters is False and not self.is_fsdp_enabled:
+            freeze_unused(self.model)
+        return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, items = super().get_batch_samples(*args, **kwargs)
@@ -298,10 +316,11 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
         """What the update that just ended did, for the log; then starts the next."""
         now = time.perf_counter()
         seconds = now - self._update_started
+        loss = sum_over_ranks(self.update["loss"]) / self.args.world_size
         record = {
             "update": self.state.global_step,
             "epoch": round(float(self.state.epoch or 0), 6),
-            "loss": float(self.update["loss"]),
+            "loss": float(loss),
             "learning_rate": self.update.get("learning_rate"),
             **self.update.get("grad_norms", {}),
             "bank_fill": sum(loss.last.get("bank_fill", 0) for loss in self.bank_losses()),
@@ -331,11 +350,20 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
             logs = {**logs, **{key: record[key] for key in keys if key in record}}
         super().log(logs, start_time)
 
+    def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._load_from_checkpoint(checkpoint_path)
+        # As in the base class, which knows no shards.
+        trusted = self.model.trust_remote_code
+        whole = SentenceTransformer(checkpoint_path, device="cpu", trust_remote_code=trusted)
+        load_whole(self.model, dict(whole.state_dict()))
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # As in the base class, but the arguments go into JSON: the base class pickles them.
         folder = str(output_dir if output_dir is not None else self.args.output_dir)
         os.makedirs(folder, exist_ok=True)
-        self.model.save_pretrained(folder)
+        with whole_parameters(self.model, state_dict):
+            self.model.save_pretrained(folder)
         redact_file(os.path.join(folder, "README.md"))  # the model card lists the arguments
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
@@ -351,7 +379,7 @@ def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> n
     common: dict[str, Any] = {
         "scale": 1.0 / temperature,
         "similarity_fct": cos_sim if similarity == "cos" else dot_score,
-        "gather_across_devices": args.gather_across_devices,
+        "gather_across_devices": args.gathers,
     }
     if args.method in BANK_METHODS:
         return ContAccumLoss(
@@ -364,6 +392,7 @@ def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> n
             drift_compensation=args.drift_compensation,  # type: ignore[arg-type]  # checked by the arguments
             bank_dtype=None if args.bank_dtype is None else BANK_DTYPES[args.bank_dtype],
             bank_device=args.bank_device,
+            shard_bank=args.shard_bank,
             **common,
         )
     if args.method == "grad_cache":
@@ -375,7 +404,7 @@ def describe_run(trainer: ContAccumTrainer) -> str:
     """What is about to happen, one fact a line, for the start of a run."""
     args, h = trainer.args, max(0, len(text_columns_of(trainer.train_dataset)) - 2)
     columns = args.per_device_train_batch_size * (1 + h)
-    if args.gather_across_devices:
+    if args.gathers:
         columns *= args.world_size
     bank = (args.bank_size or 0) if args.method in BANK_METHODS else 0
     bank_columns = bank * (1 + (h if args.bank_hard_negatives else 0))
@@ -396,7 +425,7 @@ def describe_run(trainer: ContAccumTrainer) -> str:
     if batches:
         lines.insert(3, f"batches               {batches}")
     if bank:
-        shared = args.world_size if args.gather_across_devices else 1
+        shared = args.world_size if args.gathers else 1
         age = bank / (args.total_train_batch_size / args.world_size * shared)
         lines.insert(len(lines) - 3, f"oldest bank entry     {age:.1f} updates old")
     if trainer.set_shares:
