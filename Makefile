@@ -8,7 +8,7 @@ PIP_FLAGS ?= --disable-pip-version-check -q
 
 # One stamp per set of extras, so that a change of pins reinstalls and nothing else does.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)  # one that broke off, too
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
 	touch $@
@@ -18,8 +18,9 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 quickstart: $(VENV)/.installed-demo
 	$(BIN)/python scripts/quickstart.py $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
 
+# A process per core, each with one thread and whole files of tests: what a file sets up is set up once.
 test: $(VENV)/.installed-dev,demo
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev,demo
 	$(BIN)/ruff check .

@@ -192,7 +192,7 @@ def on_ranks(count: int, folder: Path, stop_in: int | None = None, **settings: A
             return step(self, *args)
 
         WindowedTrainer.micro_step = counted  # type: ignore[method-assign]
-        trainer = train(folder, model=model, ddp_backend="gloo", gather_across_devices=True, **settings)
+        trainer = train(folder, model=model, ddp_backend="gloo", **{"gather_across_devices": True, **settings})
         if number == 0:
             outcome(folder, trainer)
 
@@ -207,13 +207,13 @@ def other_ranks(root: Path) -> dict[str, Any]:
     shutil.copytree(root / "stopped", root / "one")
     codes["resumed"] = on_ranks(2, root / "stopped", **sizes)
     codes["one"] = [wait(fork(lambda: outcome(root / "one", train(root / "one", gather_across_devices=True, **sizes))))]
-    shutil.copytree(root / "straight", root / "alone")
+    codes["own"] = on_ranks(2, root / "own", **{**sizes, "gather_across_devices": False, "max_steps": 2})
 
     def alone() -> None:
         try:
-            train(root / "alone", **{**sizes, "max_steps": 8})
+            train(root / "own", **sizes)
         except UserError as error:
-            assert "each with a bank of its own" in str(error)
+            assert "holds the banks of 2 ranks" in str(error)
         else:
             raise AssertionError
 

@@ -71,5 +71,5 @@ def test_ranks_stop_together_and_go_on_as_many_or_as_one(tmp_path: Path) -> None
     assert [line["update"] for line in one["log"]] == [1, 2, 3, 4]
     (name,) = [name for name in one["state"] if name.endswith("bank.enqueued")]
     assert torch.equal(one["state"][name], two["state"][name])
-    # Without gather_across_devices each would have a bank of its own: refused.
-    assert codes["alone"] == [0]
+    # Without gather_across_devices each has a bank of its own, and nobody could go on with two: refused.
+    assert codes["own"] == [0, 0] and codes["alone"] == [0]
