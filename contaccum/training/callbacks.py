@@ -47,8 +47,8 @@ class TrainLogCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        from contaccum.training.description import describe_run
         from contaccum.training.run_record import run_record
-        from contaccum.training.trainer import describe_run
 
         self.trainer.update, self.trainer._update_started = {}, 0.0
         if not state.is_world_process_zero:

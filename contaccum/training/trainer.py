@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
-from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.draws import draws_of
@@ -32,10 +30,9 @@ from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.mining.pool import MiningData
 from contaccum.redaction import redact_file, redact_record
-from contaccum.training.arguments import BANK_DTYPES, BANK_METHODS, DEFAULT_TEMPERATURE, ContAccumTrainingArguments
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.batches import (
     RowFacts,
-    describe_batches,
     known_positives,
     make_batch_sampler,
     take_row_facts,
@@ -45,9 +42,11 @@ from contaccum.training.batches import (
 from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
 from contaccum.training.checkpoints import BANK_FILE
 from contaccum.training.collapse import CollapseWatch
-from contaccum.training.columns import check_columns, fill_roles, text_columns_of
+from contaccum.training.columns import check_columns, fill_roles
+from contaccum.training.description import warn_about_batch_norm
 from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
+from contaccum.training.methods import make_loss
 from contaccum.training.numerics import SkippedUpdates
 from contaccum.training.parallel import (
     freeze_unused,
@@ -59,7 +58,6 @@ from contaccum.training.parallel import (
 from contaccum.training.refresh import make_refresh, with_row_numbers
 from contaccum.training.refusal import RefusesCode
 from contaccum.training.resume import ARGUMENTS_FILE
-from contaccum.training.set_sampling import set_lines
 from contaccum.training.sizes import keep_memory_limit
 from contaccum.training.streaming import check_stream
 from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or_zero
@@ -369,79 +367,6 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
             self.processing_class.save_pretrained(folder)
         with open(os.path.join(folder, ARGUMENTS_FILE), "w", encoding="utf-8") as file:
             json.dump(redact_record(self.args.to_dict()), file, indent=2, default=str)
-
-
-def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> nn.Module:
-    """The loss that ``args.method`` names; the baselines are sentence-transformers' own."""
-    own = "dot" if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot") else "cos"
-    similarity = args.similarity or own
-    temperature = args.temperature if args.temperature is not None else DEFAULT_TEMPERATURE[similarity]
-    common: dict[str, Any] = {
-        "scale": 1.0 / temperature,
-        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
-        "gather_across_devices": args.gathers,
-    }
-    if args.method in BANK_METHODS:
-        return ContAccumLoss(
-            model,
-            bank_size=args.bank_size or 0,
-            query_bank_size=args.query_bank_size,
-            normalize_by=args.normalize_by,  # type: ignore[arg-type]  # checked by the arguments
-            mask_duplicates=args.mask_duplicates,
-            bank_hard_negatives=args.bank_hard_negatives,
-            drift_compensation=args.drift_compensation,  # type: ignore[arg-type]  # checked by the arguments
-            bank_dtype=None if args.bank_dtype is None else BANK_DTYPES[args.bank_dtype],
-            bank_device=args.bank_device,
-            shard_bank=args.shard_bank,
-            **common,
-        )
-    if args.method == "grad_cache":
-        return CachedMultipleNegativesRankingLoss(model, mini_batch_size=args.pairs_per_micro_batch, **common)
-    return MultipleNegativesRankingLoss(model, **common)
-
-
-def describe_run(trainer: ContAccumTrainer) -> str:
-    """What is about to happen, one fact a line, for the start of a run."""
-    args, h = trainer.args, max(0, len(text_columns_of(trainer.train_dataset)) - 2)
-    columns = args.per_device_train_batch_size * (1 + h)
-    if args.gathers:
-        columns *= args.world_size
-    bank = (args.bank_size or 0) if args.method in BANK_METHODS else 0
-    bank_columns = bank * (1 + (h if args.bank_hard_negatives else 0))
-    queries = bank if args.query_bank_size is None else args.query_bank_size
-    micro_batches = args.total_train_batch_size // args.world_size // args.pairs_per_micro_batch
-    lines = [
-        f"method                {args.method}",
-        f"pairs per micro-batch {args.pairs_per_micro_batch}",
-        f"micro-batches (K)     {micro_batches}",
-        f"devices               {args.world_size}",
-        f"pairs per update      {args.total_train_batch_size}",
-        f"bank rows             {f'{bank:,} passages, {queries:,} queries' if bank else 'none'}",
-        f"negatives per query   {columns - 1 + bank_columns:,}" + (" once the bank is full" if bank else ""),
-        f"updates               {trainer.state.max_steps:,}",
-        f"learning rate         {args.scaled_learning_rate:g}",
-    ]
-    batches = describe_batches(args)
-    if batches:
-        lines.insert(3, f"batches               {batches}")
-    if bank:
-        shared = args.world_size if args.gathers else 1
-        age = bank / (args.total_train_batch_size / args.world_size * shared)
-        lines.insert(len(lines) - 3, f"oldest bank entry     {age:.1f} updates old")
-    if trainer.set_shares:
-        lines += set_lines(args, trainer.set_shares)
-    return "\n".join(lines)
-
-
-def warn_about_batch_norm(model: nn.Module) -> None:
-    """Accumulated micro-batches are not one batch to a BatchNorm layer: say so."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if names:
-        logger.warning(
-            f"the model has BatchNorm ({names[0]}{' and others' if len(names) > 1 else ''}): it normalises with the "
-            "statistics of each micro-batch, so accumulated gradients differ from those of one large batch, and bank "
-            "entries carry the statistics of their time. Prefer LayerNorm, or put BatchNorm in eval mode."
-        )
 
 
 def _bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
