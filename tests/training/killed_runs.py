@@ -193,7 +193,7 @@ def on_ranks(count: int, folder: Path, stop_in: int | None = None, **settings: A
 
         WindowedTrainer.micro_step = counted  # type: ignore[method-assign]
         trainer = train(folder, model=model, ddp_backend="gloo", **{"gather_across_devices": True, **settings})
-        if number == 0:
+        if number == 0 and trainer.args.gathers:  # banks of their own come together with all ranks at work
             outcome(folder, trainer)
 
     return [wait(child) for child in [fork(lambda number=number: rank(number)) for number in range(count)]]
