@@ -15,8 +15,8 @@ from contaccum.data.beir_names import default_split, resolve_beir_data
 from contaccum.errors import DataError
 from contaccum.evaluation.checks import check_search
 from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, score_run
-from contaccum.evaluation.model_record import model_fingerprint, tokenisation_contract
 from contaccum.evaluation.results import EvaluationResult
+from contaccum.evaluation.search_record import search_record
 
 
 def evaluate_beir(
@@ -67,8 +67,8 @@ def evaluate_beir(
     metric = check_search(model, len(dataset.corpus), index, index_parameters, batch_size, autocast_dtype, similarity)
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), metric)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
-    timing = dict(searcher.timing)
-    timing["documents_per_second"] = len(dataset.corpus) / max(timing["encode_corpus_seconds"], 1e-9)
+    seconds = max(searcher.timing["encode_corpus_seconds"], 1e-9)
+    searcher.timing["documents_per_second"] = len(dataset.corpus) / seconds
     return EvaluationResult(
         metrics=metrics,
         per_query=per_query,
@@ -82,21 +82,7 @@ def evaluate_beir(
             "judgements": sum(map(len, dataset.qrels.values())),
             "fingerprint": dataset.fingerprint,
         },
-        model={
-            "name": model_name,
-            "fingerprint": model_fingerprint(model),
-            "similarity": metric,
-            "dimension": searcher.last_index.dimension,
-        },
-        tokenisation=tokenisation_contract(model),
-        search={
-            "index": index,
-            "index_parameters": searcher.last_index.parameters,
-            "k": max(k_values),
-            "gpus": searcher.last_index.gpus,
-        },
-        timing=timing,
-        precision=autocast_dtype or "float32",
+        **search_record(searcher, model_name, metric, max(k_values)),
     )
 
 

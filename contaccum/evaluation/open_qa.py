@@ -21,8 +21,8 @@ from contaccum.evaluation.answers import MATCHES, Match, answer_finder, compiled
 from contaccum.evaluation.arguments import Parser, add_search_arguments, load_model, search_settings
 from contaccum.evaluation.checks import check_device, check_search
 from contaccum.evaluation.metrics import check_k_values, trec_order
-from contaccum.evaluation.model_record import model_fingerprint, tokenisation_contract
 from contaccum.evaluation.results import EvaluationResult, require_writable, write_result
+from contaccum.evaluation.search_record import search_record
 from contaccum.evaluation.table import format_table
 from contaccum.evaluation.trec_run import read_trec_run
 
@@ -114,28 +114,8 @@ def evaluate_open_qa(
         metrics=metrics,
         per_query=per_query,
         run=run,
-        data={
-            "questions": len(questions.texts),
-            "questions_fingerprint": questions.fingerprint,
-            "passages": len(passages),
-            "passages_fingerprint": _fingerprint(passages.values()),
-            "match": match,
-        },
-        model={
-            "name": model_name,
-            "fingerprint": model_fingerprint(model),
-            "similarity": metric,
-            "dimension": searcher.last_index.dimension,
-        },
-        tokenisation=tokenisation_contract(model),
-        search={
-            "index": index,
-            "index_parameters": searcher.last_index.parameters,
-            "k": max(k_values),
-            "gpus": searcher.last_index.gpus,
-        },
-        timing=dict(searcher.timing),
-        precision=autocast_dtype or "float32",
+        data=_about(questions, len(passages), match) | {"passages_fingerprint": _fingerprint(passages.values())},
+        **search_record(searcher, model_name, metric, max(k_values)),
     )
 
 
@@ -207,18 +187,22 @@ def _score_file(
         metrics=metrics,
         per_query=per_query,
         run=top,
-        data={
-            "questions": len(questions.texts),
-            "questions_fingerprint": questions.fingerprint,
-            "passages": report.used,
-            "match": args.match,
-        },
+        data=_about(questions, report.used, args.match),
         model={"name": f"run {args.run.name}"},
         tokenisation=None,
         search={"run": str(args.run), "k": deepest},
         timing={},
         precision="unknown",
     )
+
+
+def _about(questions: Questions, passages: int, match: Match) -> dict[str, Any]:
+    return {
+        "questions": len(questions.texts),
+        "questions_fingerprint": questions.fingerprint,
+        "passages": passages,
+        "match": match,
+    }
 
 
 def _say_what_never_matches(questions: Questions, match: Match) -> None:
