@@ -31,6 +31,15 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
+def from_first_rank(value: Tensor) -> Tensor:
+    """Rank 0's ``value`` on every rank, on the CPU; it has the same shape and dtype everywhere."""
+    if world_size() > 1:
+        on_gpu = dist.get_backend() == "nccl"
+        value = value.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+        dist.broadcast(value, 0)
+    return value.cpu()
+
+
 def agree(value: int, device: torch.device) -> int:
     """The least of every rank's ``value``, for what must never differ: a rank that goes another way stops all."""
     if world_size() > 1:

@@ -31,15 +31,15 @@ _ROWS_READ = 4096
 
 
 class Passage(NamedTuple):
-    """A passage as its file has it; `title` is empty where there is none."""
+    """A passage and what it is called; `title` is empty where there is none, or where the data came as one text."""
 
     id: str
     title: str
     text: str
 
     @property
-    def whole(self) -> str:
-        """Title, space, text: what is encoded."""
+    def passage(self) -> str:
+        """Title, space, text: what is encoded, and what training reads."""
         return passage_text(self.title, self.text)
 
 

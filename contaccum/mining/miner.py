@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from contaccum.data.passages import Passage
 from contaccum.errors import ConfigError, DataError
 from contaccum.mining.candidates import BM25Search, CandidateSearch, DenseSearch, check_bm25
 from contaccum.mining.filters import SelectionRules, select_negatives
-from contaccum.mining.pool import Document, MiningData
+from contaccum.mining.pool import MiningData
 from contaccum.mining.rescoring import CrossEncoderScores
 from contaccum.mining.sources import load_mining_data
 
@@ -35,7 +36,7 @@ _BLOCK_SCORES = 4_000_000
 class Scored(NamedTuple):
     """A passage with its score towards a query, and that of a cross-encoder where it was asked."""
 
-    document: Document
+    document: Passage
     score: float
     cross_encoder_score: float | None = None
 

@@ -9,26 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from contaccum.data.beir_folder import passage_text
+from contaccum.data.passages import Passage
 from contaccum.data.records import one_line
 from contaccum.errors import DataError
-
-
-class Document(NamedTuple):
-    """A passage and what it is called; `title` is empty where the data came as one text."""
-
-    id: str
-    title: str
-    text: str
-
-    @property
-    def passage(self) -> str:
-        """Title, space, text: what is encoded, and what training reads."""
-        return passage_text(self.title, self.text)
 
 
 @dataclass(frozen=True)
@@ -49,10 +36,10 @@ class MiningData:
 
     query_ids: list[str]
     queries: list[str]
-    documents: list[Document]
+    documents: list[Passage]
     pool_size: int
     positives: list[list[int]]
-    positive_documents: list[list[Document]]
+    positive_documents: list[list[Passage]]
     pair_counts: list[int]
     excluded: list[list[int]]
     same_as_query: list[list[int]]
@@ -74,8 +61,8 @@ class Judged:
 
     id: str
     query: str
-    pairs: list[Document]
-    further: list[Document] = field(default_factory=list)
+    pairs: list[Passage]
+    further: list[Passage] = field(default_factory=list)
 
 
 def _key(text: str) -> bytes:
@@ -83,7 +70,7 @@ def _key(text: str) -> bytes:
     return hashlib.blake2b(" ".join(text.split()).casefold().encode(), digest_size=16).digest()
 
 
-def _keys(document: Document) -> list[bytes]:
+def _keys(document: Passage) -> list[bytes]:
     """Of the passage, and of its text without the title: the same text may lie elsewhere under another title."""
     return [_key(part) for part in (document.passage, document.text) if part.strip()]
 
@@ -93,13 +80,13 @@ class _Pool:
 
     def __init__(self, wanted_keys: set[bytes], wanted_ids: set[str]) -> None:
         self.wanted_keys, self.wanted_ids = wanted_keys, wanted_ids
-        self.documents: list[Document] = []
+        self.documents: list[Passage] = []
         self.row_of: dict[bytes, int] = {}
         self.rows_with_text: dict[bytes, list[int]] = {}
         self.row_of_id: dict[str, int] = {}
         self.empty = self.repeated = 0
 
-    def add(self, document: Document) -> None:
+    def add(self, document: Passage) -> None:
         passage = document.passage
         if not passage:
             self.empty += 1
@@ -124,14 +111,14 @@ class _Pool:
         return rows
 
 
-def assemble(judged: list[Judged], source: Iterable[Document], record: dict[str, Any]) -> MiningData:
+def assemble(judged: list[Judged], source: Iterable[Passage], record: dict[str, Any]) -> MiningData:
     """Queries and the passages of `source` as rows; `record` is what a report says about where they are from.
 
     Raises:
         DataError: no passage, or no positive, that is not empty.
     """
     by_id = record["format"] == "beir"
-    known: dict[bytes, list[Document]] = {}
+    known: dict[bytes, list[Passage]] = {}
     for entry in judged:
         known.setdefault(_key(entry.query), []).extend((*entry.pairs, *entry.further))
     wanted = {key for documents in known.values() for document in documents for key in _keys(document)}
@@ -147,7 +134,7 @@ def assemble(judged: list[Judged], source: Iterable[Document], record: dict[str,
     outside: dict[bytes, int] = {}
     documents = pool.documents
 
-    def row_of(document: Document) -> int | None:
+    def row_of(document: Passage) -> int | None:
         if not document.passage:
             return None
         key = _key(document.passage)
@@ -167,7 +154,7 @@ def assemble(judged: list[Judged], source: Iterable[Document], record: dict[str,
         if not pairs:
             continue
         key = _key(entry.query)
-        spelled: dict[int, Document] = {}
+        spelled: dict[int, Passage] = {}
         for document in (*entry.pairs, *known[key]):
             if (row := row_of(document)) is not None:
                 spelled.setdefault(row, document if by_id else _named(document, documents[row]))
@@ -206,6 +193,6 @@ def assemble(judged: list[Judged], source: Iterable[Document], record: dict[str,
     )
 
 
-def _named(document: Document, same: Document) -> Document:
+def _named(document: Passage, same: Passage) -> Passage:
     """A positive by the id, and where it can be by the title, that the pool has for the same passage."""
     return same if same.passage == document.passage else document._replace(id=same.id)

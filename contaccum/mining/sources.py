@@ -14,6 +14,7 @@ from typing import Any
 from contaccum.data.beir_folder import beir_file, load_beir_folder, read_corpus
 from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS, JUDGED, DataFormat, sniff_format
+from contaccum.data.passages import Passage
 from contaccum.data.reading import read_records
 from contaccum.data.records import (
     Fault,
@@ -26,7 +27,7 @@ from contaccum.data.records import (
     text_of,
 )
 from contaccum.errors import ConfigError, DataError
-from contaccum.mining.pool import Document, Judged, MiningData, assemble
+from contaccum.mining.pool import Judged, MiningData, assemble
 
 # A query, the positives that make a pair with it, and its other positives.
 Row = tuple[str, list[str], list[str]]
@@ -76,23 +77,23 @@ def load_mining_data(
     return assemble(judged, pool, record)
 
 
-def _read_beir(path: Path, split: str, on_bad_record: OnBadRecord) -> tuple[list[Judged], Iterable[Document], Any]:
+def _read_beir(path: Path, split: str, on_bad_record: OnBadRecord) -> tuple[list[Judged], Iterable[Passage], Any]:
     data = load_beir_folder(path, split, on_bad_record)
     judged = []
     for query_id, scores in data.qrels.items():
-        positives = [Document(i, **data.corpus[i]) for i, score in scores.items() if score > 0]
+        positives = [Passage(i, **data.corpus[i]) for i, score in scores.items() if score > 0]
         if positives:
             judged.append(Judged(query_id, data.queries[query_id], positives))
     if not judged:
         raise DataError(one_line(f"{path}: no judgement of split {split!r} is above 0 (name another --split)"))
     record = {"path": str(path), "format": "beir", "split": split, "fingerprint": data.fingerprint}
     record["records"] = data.report.summary()
-    return judged, (Document(i, **document) for i, document in data.corpus.items()), record
+    return judged, (Passage(i, **document) for i, document in data.corpus.items()), record
 
 
 def _read_records(
     path: Path, data_format: DataFormat, split: str, columns: Mapping[str, str], on_bad_record: OnBadRecord
-) -> tuple[list[Judged], Iterable[Document], Any]:
+) -> tuple[list[Judged], Iterable[Passage], Any]:
     report = RecordReport(on_bad_record)
     digest = hashlib.sha256()
     rows: list[Row] = []
@@ -110,7 +111,7 @@ def _read_records(
 
 def _take_records(
     source: Iterable[Mapping[str, Any] | Sequence[Any]], on_bad_record: OnBadRecord
-) -> tuple[list[Judged], Iterable[Document], Any]:
+) -> tuple[list[Judged], Iterable[Passage], Any]:
     report = RecordReport(on_bad_record)
     digest = hashlib.sha256()
     rows: list[Row] = []
@@ -145,13 +146,13 @@ def _query_and_positive(record: object) -> tuple[Any, Any]:
     return record[0], record[1]
 
 
-def _by_query(rows: Iterable[Row]) -> tuple[list[Judged], Iterable[Document]]:
+def _by_query(rows: Iterable[Row]) -> tuple[list[Judged], Iterable[Passage]]:
     """Rows of the same query as one; and the documents that they name, which have no ids but their numbers."""
     of_query: dict[str, Judged] = {}
     numbers: dict[str, int] = {}
 
-    def document(passage: str) -> Document:
-        return Document(f"passage-{numbers.setdefault(passage, len(numbers))}", "", passage)
+    def document(passage: str) -> Passage:
+        return Passage(f"passage-{numbers.setdefault(passage, len(numbers))}", "", passage)
 
     for query, pairs, further in rows:
         judged = of_query.setdefault(query, Judged(f"query-{len(of_query)}", query, []))
@@ -163,13 +164,13 @@ def _by_query(rows: Iterable[Row]) -> tuple[list[Judged], Iterable[Document]]:
 
 def _read_separate_corpus(
     corpus: str | os.PathLike[str] | Iterable[Mapping[str, Any] | str], on_bad_record: OnBadRecord
-) -> tuple[Iterable[Document], dict[str, Any]]:
+) -> tuple[Iterable[Passage], dict[str, Any]]:
     report = RecordReport(on_bad_record)
     if isinstance(corpus, (str, os.PathLike)):
         path = Path(corpus)
         file = beir_file(path, "corpus.jsonl") if os.path.isdir(path) else path
         read = read_corpus(file, report, allow_empty=True)
-        documents = [Document(identifier, **document) for identifier, document in read.items()]
+        documents = [Passage(identifier, **document) for identifier, document in read.items()]
     else:
         path = Path("corpus")
         documents = list(_take_corpus(corpus, report))
@@ -179,7 +180,7 @@ def _read_separate_corpus(
     return documents, {"path": str(path), "fingerprint": digest.hexdigest(), "records": report.summary()}
 
 
-def _take_corpus(corpus: Iterable[Mapping[str, Any] | str], report: RecordReport) -> Iterator[Document]:
+def _take_corpus(corpus: Iterable[Mapping[str, Any] | str], report: RecordReport) -> Iterator[Passage]:
     for number, passage in enumerate(corpus):
         report.see()
         try:
@@ -189,7 +190,7 @@ def _take_corpus(corpus: Iterable[Mapping[str, Any] | str], report: RecordReport
             title = "" if fields.get("title") is None else text_of(fields["title"], "title")
             identifier = fields.get("_id")
             name = f"corpus-{number}" if identifier is None else str(identifier)
-            document = Document(name, title, text_of(fields.get("text"), "text"))
+            document = Passage(name, title, text_of(fields.get("text"), "text"))
         except Fault as fault:
             report.reject("corpus", number + 1, fault)
             continue

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from contaccum.data.draws import Draws, draws_of
 from contaccum.data.known_positives import several_positives
 from contaccum.data.text_columns import NO_TEXT, column_hashes, hash_texts
-from contaccum.distributed import world_size
+from contaccum.distributed import from_first_rank
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining.filters import SelectionRules
 from contaccum.mining.miner import mine_hard_negatives
@@ -110,8 +109,7 @@ class NegativeRefresh:
             about = mined.record("keep")
             scores = [about["mean_positive_score"], about["mean_negative_score"], kept.sum() / (found >= 0).sum()]
             rows, record = torch.from_numpy(found), torch.tensor(scores, dtype=torch.float64)
-        if world_size() > 1:
-            rows, record = (_from_first_rank(x) for x in (rows, record))
+        rows, record = (from_first_rank(x) for x in (rows, record))
         self.rows, self.at = rows.numpy(), update
         names = ("mined_positive_score", "mined_negative_score", "mined_as_before")
         values = dict(zip(names, record.tolist(), strict=True))
@@ -258,10 +256,3 @@ def _find_queries(ours: np.ndarray, data: MiningData) -> np.ndarray:
 
 def _like(value: Any, old: Any) -> Any:
     return value.to(old.device) if isinstance(value, Tensor) and isinstance(old, Tensor) else value
-
-
-def _from_first_rank(value: Tensor) -> Tensor:
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    value = value.to(device)
-    dist.broadcast(value, 0)
-    return value.cpu()
