@@ -115,17 +115,21 @@ def finish(folder: Path) -> int:
 
 
 def kill_at_random(root: Path, kills: int) -> dict[str, Any]:
-    """One run to its end; one that is killed again and again, each time within a few updates of where it resumed."""
+    """One run to its end, and others that are killed again and again, each time within a few updates of its resume.
+
+    When to kill is told in micro-steps first, since a busy machine may take any time for one, and then in seconds:
+    anywhere within an update and the save after it. A run that ends before it is killed makes room for another.
+    """
     codes = [finish(root / "straight")]
     log = [json.loads(line) for line in (root / "straight" / "train_log.jsonl").read_text().splitlines()]
     update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
     draws = random.Random(3)
-    killed, reached = 0, []
-    folder = root / "killed"
-    for _ in range(kills):
+    killed, reached, folders = 0, [], [root / "killed-0"]
+    while killed < kills:
+        folder = folders[-1]
         reading, writing = os.pipe()
 
-        def telling(writing: int = writing) -> None:
+        def telling(folder: Path = folder, writing: int = writing) -> None:
             step = WindowedTrainer.training_step
 
             def telling_step(*args: Any) -> Any:
@@ -137,14 +141,20 @@ def kill_at_random(root: Path, kills: int) -> dict[str, Any]:
 
         child = fork(telling)
         os.close(writing)
-        os.read(reading, 1)  # it trains
-        time.sleep(draws.uniform(0, 1.2 * update))
+        for _ in range(draws.randint(1, 5)):
+            os.read(reading, 1)  # one more micro-step begins, or all are done
+        time.sleep(draws.uniform(0, update))
         os.kill(child, signal.SIGKILL)
-        killed += wait(child) == -signal.SIGKILL
+        code = wait(child)
         os.close(reading)
-        reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
-    codes.append(finish(folder))
-    return {"codes": codes, "killed": killed, "reached": reached}
+        if code == -signal.SIGKILL:
+            killed += 1
+            reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
+        else:
+            codes.append(code)
+            folders.append(root / f"killed-{len(folders)}")
+    codes.append(finish(folders[-1]))
+    return {"codes": codes, "killed": killed, "reached": reached, "folders": [folder.name for folder in folders]}
 
 
 def signal_at(root: Path, number: int, micro_steps: list[int]) -> dict[str, Any]:
