@@ -19,15 +19,15 @@ quickstart: $(VENV)/.installed-demo
 	$(BIN)/python scripts/quickstart.py $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
 
 # A process per core, each with one thread and whole files of tests: what a file sets up is set up once.
-test: $(VENV)/.installed-dev,demo
+test: $(VENV)/.installed-dev,demo,lightning
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev,demo
+lint: $(VENV)/.installed-dev,demo,lightning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.installed-dev,demo
+format: $(VENV)/.installed-dev,demo,lightning
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
