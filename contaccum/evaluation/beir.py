@@ -7,14 +7,15 @@ sets, tables and comparisons are `command`'s; reranking, sparse and late-interac
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from contaccum.data.beir_folder import BeirDataset, load_beir_folder
 from contaccum.data.beir_names import default_split, resolve_beir_data
+from contaccum.data.records import quoted
 from contaccum.errors import DataError
 from contaccum.evaluation.checks import check_search
-from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, score_run
+from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, score_run, trec_order
 from contaccum.evaluation.results import EvaluationResult
 from contaccum.evaluation.search_record import search_record
 
@@ -73,17 +74,56 @@ def evaluate_beir(
         metrics=metrics,
         per_query=per_query,
         run=run,
-        data={
-            "name": dataset.name,
-            "split": dataset.split,
-            "path": str(dataset.path),
-            "documents": len(dataset.corpus),
-            "queries": len(dataset.queries),
-            "judgements": sum(map(len, dataset.qrels.values())),
-            "fingerprint": dataset.fingerprint,
-        },
+        data=_about(dataset),
         **search_record(searcher, model_name, metric, max(k_values)),
     )
+
+
+def score_beir_run(
+    dataset: BeirDataset,
+    run: Mapping[str, Mapping[str, float]],
+    k_values: Sequence[int] = DEFAULT_K_VALUES,
+    name: str = "run",
+) -> EvaluationResult:
+    """Score a run of any system: {query id: {document id: score}}, in trec_eval's order.
+
+    Judged queries without results count as zero; results of other queries, and beyond the greatest of `k_values`, are
+    left out.
+
+    Raises:
+        ConfigError: k < 1.
+        DataError: the run has results for none of the judged queries.
+    """
+    k_values = check_k_values(k_values)
+    deepest = max(k_values)
+    top = {query: dict(trec_order(run[query])[:deepest]) for query in dataset.qrels if query in run}
+    if not top:
+        first = next(iter(run), "nothing")
+        raise DataError(f"{name}: has results for {quoted(first)}, and for none of {dataset.name}'s judged queries")
+    metrics, per_query = score_run(dataset.qrels, top, k_values)
+    return EvaluationResult(
+        metrics=metrics,
+        per_query=per_query,
+        run=top,
+        data=_about(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)},
+        model={"name": name},
+        tokenisation=None,
+        search={"k": deepest},
+        timing={},
+        precision="unknown",
+    )
+
+
+def _about(dataset: BeirDataset) -> dict[str, Any]:
+    return {
+        "name": dataset.name,
+        "split": dataset.split,
+        "path": str(dataset.path),
+        "documents": len(dataset.corpus),
+        "queries": len(dataset.queries),
+        "judgements": sum(map(len, dataset.qrels.values())),
+        "fingerprint": dataset.fingerprint,
+    }
 
 
 def load_data(

@@ -17,7 +17,7 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation import earlier as earlier_results
 from contaccum.evaluation import table
 from contaccum.evaluation.arguments import Parser, add_search_arguments, load_model, search_settings
-from contaccum.evaluation.beir import evaluate_beir, load_data
+from contaccum.evaluation.beir import evaluate_beir, load_data, score_beir_run
 from contaccum.evaluation.beir_sets import EvaluationSet, evaluation_sets
 from contaccum.evaluation.checks import check_device, check_search
 from contaccum.evaluation.earlier import DataIdentity
@@ -25,6 +25,7 @@ from contaccum.evaluation.kept import expected_identity, identity_of_model, kept
 from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, check_metrics
 from contaccum.evaluation.results import read_result, require_writable, write_atomically, write_result
 from contaccum.evaluation.table import MAIN_METRICS, Row
+from contaccum.evaluation.trec_run import read_trec_run
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class _Task:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """`contaccum evaluate MODEL --data SET [SET ...] --output out.json`; returns 0.
+    """`contaccum evaluate MODEL --data SET [SET ...] --output out.json`, or `--run R.trec` and one set; returns 0.
 
     One set: its record and run, out.json and out.trec. Several: out.NAME.json and out.NAME.trec of each, and their
     table as out.json, out.md and out.csv. With `--compare`, also out.compare.json, and out.md in any case.
@@ -56,16 +57,22 @@ def run(argv: Sequence[str] | None = None) -> int:
     if args.device is not None:
         check_device(args.device)
     sets = evaluation_sets(args.data, args.split)
+    if args.run is not None and len(sets) > 1:
+        raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     require_writable(args.output)
+    if args.run is not None and args.run.resolve() == args.output.with_suffix(".trec").resolve():
+        raise ConfigError(f"--output {args.output}: would replace the run itself; choose another name")
     tasks = _read_once(sets, args)
     before = [earlier_results.read_earlier(path, [t.data for t in tasks], shown[0]) for path in args.compare]
 
-    model = load_model(args)
-    settings = search_settings(args)
-    for task in tasks:
-        check_search(model, task.documents, **settings)
-
-    records = _evaluate(model, tasks, args, k_values)
+    if args.run is not None:
+        records = [_score_file(args, tasks[0], k_values)]
+    else:
+        model = load_model(args)
+        settings = search_settings(args)
+        for task in tasks:
+            check_search(model, task.documents, **settings)
+        records = _evaluate(model, tasks, args, k_values)
     rows = _rows(tasks, records)
     comparisons = _compare(tasks, before)
     print(table.as_text(rows, shown))
@@ -131,6 +138,18 @@ def _evaluate(
     return records
 
 
+def _score_file(args: argparse.Namespace, task: _Task, k_values: tuple[int, ...]) -> dict[str, Any]:
+    """The record of another system's run, without its scores per query."""
+    assert task.dataset is not None  # of a single set
+    run = read_trec_run(args.run, args.on_bad_record)
+    result = score_beir_run(task.dataset, run, k_values, str(args.run))
+    write_result(result, task.output)
+    without = result.data["queries_without_results"]
+    if without:
+        print(f"{args.run}: {without} of {result.data['queries']} judged queries have no results, and count as zero")
+    return {key: value for key, value in result.record().items() if key != "per_query"}
+
+
 def _expected(
     model: Any, of_model: Mapping[str, Any], task: _Task, settings: Mapping[str, Any], k_values: Sequence[int]
 ) -> dict[str, Any]:
@@ -187,7 +206,7 @@ def _write_tables(
         files[args.output] = _json(summary)
         files[args.output.with_suffix(".csv")] = table.as_csv(rows, shown)
     if several or comparisons:
-        page = [table.as_markdown(rows, shown, f"Evaluation of {args.model}")]
+        page = [table.as_markdown(rows, shown, f"Evaluation of {args.model or args.run}")]
         page += ["\n".join([*earlier_results.as_markdown(comparison), ""]) for comparison in comparisons]
         files[args.output.with_suffix(".md")] = "\n".join(page)
     if comparisons:
@@ -212,7 +231,8 @@ def _shown_metrics(chosen: Sequence[str] | None, k_values: tuple[int, ...]) -> t
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="contaccum evaluate", description="Score a model on BEIR data with FAISS.", allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_argument("--run", type=Path, metavar="RUN.trec", help="score this run of one set instead of a MODEL")
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="SET", help="BEIR folders, names of public sets, or beir for all"
     )
@@ -231,4 +251,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="earlier results on the same data, compared query by query by the first of --metrics",
     )
     add_search_arguments(parser)
-    return parser.parse(argv)
+    args = parser.parse(argv)
+    if (args.model is None) == (args.run is None):
+        raise ConfigError(
+            "name a MODEL to search with, or a --run to score: one of the two (see contaccum evaluate --help)"
+        )
+    return args

@@ -186,3 +186,45 @@ def test_earlier_results_of_other_data_are_refused_before_anything_is_encoded(
     assert evaluated == ["one"]
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "is on other data: one test" in error
+
+
+def test_a_run_scores_as_the_model_that_made_it(evaluate, tmp_path, beir_folder, capsys):
+    data = ["--data", str(beir_folder)]
+    assert evaluate(*data) == 0
+    line = ["evaluate", "--run", str(tmp_path / "out.trec"), *data, "--output", str(tmp_path / "scored.json")]
+    assert main(line) == 0
+    of_model, of_run = read_result(tmp_path / "out.json"), read_result(tmp_path / "scored.json")
+    assert of_run["metrics"] == of_model["metrics"] and of_run["per_query"] == of_model["per_query"]
+    assert of_run["data"]["fingerprint"] == of_model["data"]["fingerprint"]
+    # and so the two can be compared
+    assert main([*line[:-1], str(tmp_path / "again.json"), "--compare", str(tmp_path / "out.json")]) == 0
+
+    kept = [row for row in (tmp_path / "out.trec").read_text().splitlines() if not row.startswith("q0 ")]
+    (tmp_path / "out.trec").write_text("\n".join([*kept, "unjudged Q0 cat-tree 1 1.0 x"]) + "\n")
+    capsys.readouterr()
+    assert main(line) == 0
+    assert "1 of 6 judged queries have no results" in capsys.readouterr().out
+    fewer = read_result(tmp_path / "scored.json")
+    assert fewer["per_query"]["q0"]["Recall@100"] == 0.0 and fewer["metrics"]["MAP@10"] < of_model["metrics"]["MAP@10"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--run", "RUN", "--data", "ONE", "TWO"], "--run is of one set"),
+        (["MODEL", "--run", "RUN", "--data", "ONE"], "one of the two"),
+        (["--data", "ONE"], "one of the two"),
+        (["--run", "RUN", "--data", "ONE"], "none of one's judged queries"),
+        (["--run", "RUN", "--data", "ONE", "--output", "RUN.json"], "would replace the run itself"),
+    ],
+)
+def test_a_run_that_cannot_be_scored_is_refused(argv, said, tmp_path, two, capsys):
+    run = tmp_path / "run.trec"
+    run.write_text("another Q0 cat-tree 1 1.0 x\n")
+    names = {"RUN": str(run), "ONE": two[0], "TWO": two[1], "RUN.json": str(tmp_path / "run.json")}
+    given = [names.get(word, word) for word in argv]
+    if "--output" not in given:
+        given += ["--output", str(tmp_path / "out.json")]
+    assert main(["evaluate", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists() and run.read_text().startswith("another")
