@@ -22,6 +22,7 @@ COMMANDS = {
     "mine": ("contaccum.mining.command", "find hard negatives for training data"),
     "evaluate": ("contaccum.evaluation.command", "score a model on BEIR data with FAISS"),
     "open_qa": ("contaccum.evaluation.open_qa", "score passage retrieval for questions by answer match, as DPR does"),
+    "reproduce": ("contaccum.reproduction.command", "the paper's main table, from download to score"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
     "bench": (
         "contaccum.benchmarks.command",
