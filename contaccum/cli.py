@@ -20,6 +20,7 @@ from contaccum.version import __version__
 COMMANDS = {
     "train": ("contaccum.training.command", "train a retriever from a YAML config and overrides"),
     "mine": ("contaccum.mining.command", "find hard negatives for training data"),
+    "encode": ("contaccum.retrieval.encode_command", "encode a corpus of any size into a memory-mapped store"),
     "evaluate": ("contaccum.evaluation.command", "score a model on BEIR data with FAISS"),
     "open_qa": ("contaccum.evaluation.open_qa", "score passage retrieval for questions by answer match, as DPR does"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),

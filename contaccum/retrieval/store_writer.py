@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,40 +59,31 @@ class StoreWriter:
         folder = Path(folder)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            about = read_about(folder)
-            if about is None:
-                strange = [path.name for path in folder.iterdir() if path.name != f"{ABOUT}.partial"]
-                if strange:
-                    raise UserError(
-                        one_line(f"{folder}: holds no store, but {sorted(strange)[0]!r} (name an empty folder)")
-                    )
-            elif overwrite:
+            about = check_folder(folder)
+            if about is not None and not overwrite:
+                _refuse_other(folder, about, identity)
+                for partial in folder.glob("*.partial"):
+                    shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+                told = _as_json(software)
+                if not about.get("finished") and told not in about["software"]:
+                    about["software"].append(told)
+                    _write_json(folder / ABOUT, about)
+                return cls(folder, about)
+            if about is not None:
                 _remove(folder)
-            else:
-                return cls._go_on(folder, about, identity, software)
             head = {"format": FORMAT, "version": VERSION, "finished": False}
-            about = {**head, **identity, **notes, "software": [dict(software)]}
+            about = _as_json({**head, **identity, **notes, "software": [software]})
             _write_json(folder / ABOUT, about)
-        return cls(folder, _as_json(about))
+        return cls(folder, about)
 
     @classmethod
-    def _go_on(
-        cls, folder: Path, about: dict[str, Any], identity: Mapping[str, Any], software: Mapping[str, Any]
-    ) -> StoreWriter:
-        other = list(differences({name: about.get(name) for name in identity}, _as_json(identity)))
-        if other:
-            raise UserError(
-                one_line(
-                    f"{folder}: holds embeddings made otherwise: {'; '.join(other)} (name another --output, or start "
-                    "anew with --overwrite)"
-                )
-            )
-        software = _as_json(software)
-        if not about.get("finished") and software not in about["software"]:
-            about["software"].append(software)
-            _write_json(folder / ABOUT, about)
-        for partial in folder.glob("shard-*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)
+    def join(cls, folder: str | os.PathLike[str], identity: Mapping[str, Any]) -> StoreWriter:
+        """Write to a store that another process has just started; raises `UserError` where it started another."""
+        folder = Path(folder)
+        about = check_folder(folder)
+        if about is None:
+            raise UserError(one_line(f"{folder}: no store that rank 0 has started (name a folder that all ranks see)"))
+        _refuse_other(folder, about, identity)
         return cls(folder, about)
 
     def read_shard(self, number: int) -> dict[str, Any] | None:
@@ -173,6 +165,29 @@ class StoreWriter:
         return True
 
 
+def check_folder(folder: Path) -> dict[str, Any] | None:
+    """The content of store.json of the store that lies there, None where nothing does; nothing is written.
+
+    Raises:
+        UserError: something else lies there.
+    """
+    about = read_about(folder)
+    if about is None and folder.exists():
+        if not folder.is_dir():
+            raise UserError(one_line(f"{folder}: is a file (name a folder)"))
+        strange = sorted(path.name for path in folder.iterdir() if not path.name.startswith(ABOUT))
+        if strange:
+            raise UserError(one_line(f"{folder}: holds no store, but {strange[0]!r} (name an empty folder)"))
+    return about
+
+
+def _refuse_other(folder: Path, about: dict[str, Any], identity: Mapping[str, Any]) -> None:
+    other = list(differences({name: about.get(name) for name in identity}, _as_json(identity)))
+    if other:
+        mend = "name another --output, or start anew with --overwrite"
+        raise UserError(one_line(f"{folder}: holds embeddings made otherwise: {'; '.join(other)} ({mend})"))
+
+
 def differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
     """What differs between two structures of JSON, in words: "tokenisation document_max_length 64, here 128"."""
     if isinstance(there, dict) and isinstance(here, dict):
@@ -212,8 +227,8 @@ def _as_json(value: Any) -> Any:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    # Under a name of its own, not a random one: what a killed process leaves is known for what it is.
-    partial = path.with_name(f"{path.name}.partial")
+    # Two processes may both find the store finished, and say so at once.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
     with open(partial, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, ensure_ascii=False, allow_nan=False)
         file.write("\n")
