@@ -108,9 +108,7 @@ class EmbeddingStore:
 
     def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Ids of some rows, in the order asked for; raises `IndexError` for a row that is not there."""
-        wanted = np.asarray(rows, dtype=np.int64).reshape(-1)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"rows are 0 to {len(self) - 1}, not {wanted.min()} to {wanted.max()}")
+        wanted = self._checked(rows)
         found: list[str] = [""] * len(wanted)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         for number in np.unique(numbers).tolist():
@@ -118,6 +116,19 @@ class EmbeddingStore:
             ids = self._mapped(number)[0].take(wanted[places] - self._starts[number]).to_pylist()
             for place, name in zip(places.tolist(), ids, strict=True):
                 found[place] = name
+        return found
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Embeddings of some rows, in the order asked for, as float32 (len(rows), d); quickest where they ascend.
+
+        Raises `IndexError` for a row that is not there.
+        """
+        wanted = self._checked(rows)
+        found = np.empty((len(wanted), self.dim), dtype=np.float32)
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            found[places] = self._mapped(number)[1][wanted[places] - self._starts[number]]
         return found
 
     def slice(self, start: int, stop: int) -> np.ndarray:
@@ -132,6 +143,12 @@ class EmbeddingStore:
             rows[done - start : end - start] = self._mapped(number)[1][done - first : end - first]
             done = end
         return rows
+
+    def _checked(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        wanted = np.asarray(rows, dtype=np.int64).reshape(-1)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(f"rows are 0 to {len(self) - 1}, not {wanted.min()} to {wanted.max()}")
+        return wanted
 
     def _map(self, number: int) -> tuple[Any, np.ndarray]:
         folder = shard_folder(self.folder, number)
