@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -72,7 +73,7 @@ class CpuSlices:
     def search(self, documents: np.ndarray, first: int, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         import faiss
 
-        threads = faiss.omp_get_max_threads()
+        threads = _threads()
         groups = max(1, min(threads, len(queries) // _QUERIES_PER_THREAD))
         if groups == 1:
             return faiss.knn(queries, documents, k, faiss.METRIC_INNER_PRODUCT)
@@ -141,16 +142,19 @@ class _Search:
             most = max(searcher.max_fetch // 2, len(corpus) * searcher.max_fetch // (4 * k))
             size = most if size is None else min(size, most)
         self.slices = list(slices(corpus, size))
-        self.scores = np.empty((len(queries), 0), dtype=np.float32)
-        self.rows = np.empty((len(queries), 0), dtype=np.int64)
+        self.scores: np.ndarray = np.empty((len(queries), 0), dtype=np.float32)
+        self.rows: np.ndarray = np.empty((len(queries), 0), dtype=np.int64)
         # The greatest error so far of a candidate's score, per query.
         self.error = np.zeros(len(queries), dtype=np.float32)
 
+        self.buffer = np.empty((self.slices[0][1] if metric == "cos" else 0, corpus.dim), dtype=np.float32)
+
     def run(self) -> tuple[np.ndarray, np.ndarray]:
-        # The last score that each slice gave; what it did not give is no better.
-        last = [self._candidates_of(start, stop) for start, stop in self.slices]
-        self._settle(last)
-        return self._ranked(np.arange(len(self.queries)))
+        with ThreadPoolExecutor(_threads()) as self.pool:
+            # The last score that each slice gave; what it did not give is no better.
+            last = [self._candidates_of(start, stop) for start, stop in self.slices]
+            self._settle(last)
+            return self._ranked(np.arange(len(self.queries)))
 
     def _candidates_of(self, start: int, stop: int) -> np.ndarray:
         documents, longest = self._documents(start, stop)
@@ -169,20 +173,21 @@ class _Search:
         documents = self.corpus.slice(start, stop)
         norms = norms_of(documents, "document embedding", start)
         longest = float(norms.max()) if self.metric == "dot" else 1.0
-        return np.ascontiguousarray(unit_or_same(documents, norms, self.metric)), longest
+        return unit_or_same(documents, norms, self.metric, self.buffer), longest
 
     def _add(self, chosen: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> None:
         """More candidates, of the chosen queries; drops all that cannot be among the k best any more."""
         width = self.scores.shape[1]
-        held = np.full((len(self.queries), width + scores.shape[1]), -np.inf, dtype=np.float32)
-        held_rows = np.full(held.shape, -1, dtype=np.int64)
+        held: np.ndarray = np.full((len(self.queries), width + scores.shape[1]), -np.inf, dtype=np.float32)
+        held_rows: np.ndarray = np.full(held.shape, -1, dtype=np.int64)
         held[:, :width], held_rows[:, :width] = self.scores, self.rows
         held[chosen, width:], held_rows[chosen, width:] = scores, rows
         self.scores, self.rows = held, held_rows
-        keep = self._possible(held).sum(axis=1).max()
+        keep = int(self._possible(held).sum(axis=1).max())
         if keep < held.shape[1]:
             best = np.argpartition(-held, keep - 1, axis=1)[:, :keep]
-            self.scores, self.rows = (np.take_along_axis(each, best, axis=1) for each in (held, held_rows))
+            self.scores = np.take_along_axis(held, best, axis=1)
+            self.rows = np.take_along_axis(held_rows, best, axis=1)
         limit = 4 * (self.k + self.searcher.margin(self.k))
         if self.scores.shape[1] > limit:
             # Scores closer than the rounding error, slice after slice: settle who is in, or memory would grow.
@@ -283,18 +288,42 @@ class _Search:
         least = self._least(self.scores)[chosen]
         rows = np.where((held >= least) & (held > -np.inf), rows, -1)
         scores = np.full(rows.shape, -np.inf, dtype=np.float32)
-        wanted = np.unique(rows[rows >= 0])
+        if self.corpus.in_memory:
+            self._score(chosen, rows, scores, rows >= 0, self.corpus.gather)
+            return ordered(scores, rows, self.k, self.corpus.ids)
+        used = np.zeros(len(self.corpus), dtype=bool)
+        used[rows[rows >= 0]] = True
+        wanted = np.flatnonzero(used)
         # Each row is read once, in the order in which the rows lie, and as many together as memory should hold.
         size = max(1, _EXACT_BYTES // (4 * self.corpus.dim))
         for start in range(0, len(wanted), size):
             part = wanted[start : start + size]
-            documents = self.corpus.gather(part)
             inside = (rows >= part[0]) & (rows <= part[-1])
-            for line in np.flatnonzero(inside.any(axis=1)):
-                places = np.flatnonzero(inside[line])
-                found = documents[np.searchsorted(part, rows[line, places])]
-                scores[line, places] = self._exact_scores(self.exact_queries[chosen[line]], found)
+            self._score(chosen, rows, scores, inside, partial(_rows_among, part, self.corpus.gather(part)))
         return ordered(scores, rows, self.k, self.corpus.ids)
+
+    def _score(
+        self,
+        chosen: np.ndarray,
+        rows: np.ndarray,
+        scores: np.ndarray,
+        inside: np.ndarray,
+        documents: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        """Fill in `scores` where `inside`, query by query, shared out to threads."""
+
+        def score(line: int) -> None:
+            places = np.flatnonzero(inside[line])
+            found = documents(rows[line, places])
+            scores[line, places] = self._exact_scores(self.exact_queries[chosen[line]], found)
+
+        for _ in self.pool.map(score, np.flatnonzero(inside.any(axis=1)).tolist()):
+            pass
+
+
+def _rows_among(known: np.ndarray, documents: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Of documents whose rows are known, ascending, those of some rows."""
+    return documents[np.searchsorted(known, rows)]
 
 
 def ordered(
@@ -318,6 +347,13 @@ def ordered(
         order = np.lexsort((ranks, -scores[lines]), axis=1)
         rows[lines] = np.take_along_axis(rows[lines], order, axis=1)
     return scores[:, :k], rows[:, :k]
+
+
+def _threads() -> int:
+    """Those that FAISS uses, so that one setting (OMP_NUM_THREADS) is for both."""
+    import faiss
+
+    return faiss.omp_get_max_threads()
 
 
 def _ranks_of(ids: Sequence[Any]) -> np.ndarray:

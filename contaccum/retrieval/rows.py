@@ -18,9 +18,14 @@ SLICE_BYTES = 2**28
 
 
 class EmbeddingRows(Protocol):
-    """n embeddings of d dimensions, one row per document."""
+    """n embeddings of d dimensions, one row per document.
+
+    Attributes:
+        in_memory: single rows cost nothing to read, in any order and as often as one likes.
+    """
 
     dim: int
+    in_memory: bool
 
     def __len__(self) -> int: ...
 
@@ -28,7 +33,7 @@ class EmbeddingRows(Protocol):
         """Rows start to stop - 1, float32 (stop - start, d), not to be written to."""
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Some rows, ascending and each once: float32 (len(rows), d)."""
+        """Some rows, ascending and each once where they are not in memory: float32 (len(rows), d)."""
 
     def ids(self, rows: np.ndarray) -> Sequence[Any]:
         """What orders documents of equal scores, for some rows."""
@@ -39,6 +44,8 @@ class ArrayRows:
 
     The array is held, not copied: it must not change while it is searched.
     """
+
+    in_memory = True
 
     def __init__(self, embeddings: np.ndarray, ids: Sequence[str] | None = None) -> None:
         if embeddings.ndim != 2 or not len(embeddings):
@@ -63,6 +70,8 @@ class ArrayRows:
 
 class StoreRows:
     """A store that `contaccum encode` wrote; its ids order documents of equal scores."""
+
+    in_memory = False
 
     def __init__(self, store: EmbeddingStore) -> None:
         self.store, self.dim = store, store.dim
@@ -102,8 +111,13 @@ def norms_of(vectors: np.ndarray, what: str, first: int = 0) -> np.ndarray:
     return norms
 
 
-def unit_or_same(vectors: np.ndarray, norms: np.ndarray, metric: str) -> np.ndarray:
-    """What an inner product compares: for "cos" a copy scaled to length 1 (a zero vector stays zero)."""
+def unit_or_same(vectors: np.ndarray, norms: np.ndarray, metric: str, out: np.ndarray | None = None) -> np.ndarray:
+    """What an inner product compares: for "cos" a copy scaled to length 1 (a zero vector stays zero).
+
+    Args:
+        out: float32 of at least that shape, for the copy: fresh memory costs more than the scaling.
+    """
     if metric == "dot":
         return vectors
-    return vectors / np.where(norms > 0, norms, 1)[:, None]
+    scale = 1 / np.where(norms > 0, norms, 1)
+    return np.multiply(vectors, scale[:, None], out=None if out is None else out[: len(vectors)])

@@ -17,7 +17,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ class EmbeddingStore:
         self._sizes = [int(shard["rows"]) for shard in about["shards"]]
         # first_row of each shard, and the number of rows at the end
         self._starts = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
-        self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
+        self._maps: dict[int, tuple[Any, np.ndarray]] = {}
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> EmbeddingStore:
@@ -149,6 +148,14 @@ class EmbeddingStore:
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows are 0 to {len(self) - 1}, not {wanted.min()} to {wanted.max()}")
         return wanted
+
+    def _mapped(self, number: int) -> tuple[Any, np.ndarray]:
+        """Ids and embeddings of a shard; maps used longest ago are let go of, and close once nobody holds them."""
+        mapped = self._maps.pop(number, None) or self._map(number)
+        self._maps[number] = mapped
+        if len(self._maps) > _MAPPED_SHARDS:
+            del self._maps[next(iter(self._maps))]
+        return mapped
 
     def _map(self, number: int) -> tuple[Any, np.ndarray]:
         folder = shard_folder(self.folder, number)

@@ -57,13 +57,15 @@ class StoreWriter:
             UserError: the folder holds another store, or something else; or it cannot be written.
         """
         folder = Path(folder)
+        about = check_folder(folder)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            about = check_folder(folder)
             if about is not None and not overwrite:
                 _refuse_other(folder, about, identity)
-                for partial in folder.glob("*.partial"):
-                    shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+            # What a killed process left; nobody else writes yet.
+            for partial in folder.glob("*.partial"):
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+            if about is not None and not overwrite:
                 told = _as_json(software)
                 if not about.get("finished") and told not in about["software"]:
                     about["software"].append(told)
