@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, DataError
 from contaccum.retrieval.exact import CpuSlices, Metric, SliceSearch, exact_search, ordered
 from contaccum.retrieval.gpus import GPU_MAX_K, GpuMode, Gpus, GpuSlices, find_gpus, reason, to_gpus
 from contaccum.retrieval.rows import ArrayRows, EmbeddingRows, norms_of, slices, unit_or_same
@@ -180,7 +180,8 @@ def search(index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 102
     Args:
         batch_size: queries that an approximate index is given at a time.
 
-    Raises `ConfigError` for k < 1 or queries of another dimension, `UserError` for NaN or infinite vectors.
+    Raises `ConfigError` for k < 1 or queries of another dimension, `UserError` for NaN or infinite vectors, `DataError`
+    for an index from a broken file.
     """
     if k < 1:
         raise ConfigError(f"k must be at least 1, not {k}")
@@ -201,6 +202,8 @@ def search(index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 102
     for start in range(0, len(queries), batch_size):
         part = slice(start, start + batch_size)
         found, found_rows = searched.search(_prepared(queries[part], index.metric, "query embedding", start), k)
+        if found_rows.size and found_rows.max() >= len(index):
+            raise DataError(f"the index finds row {found_rows.max()} of {len(index)}: it is broken (build it anew)")
         found[found_rows < 0] = -np.inf
         scores[part], rows[part] = ordered(found, found_rows, k, index.corpus.ids)
     return scores, rows
