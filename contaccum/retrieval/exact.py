@@ -94,6 +94,7 @@ def exact_search(
     metric: Metric,
     searcher: SliceSearch | None = None,
     slice_rows: int | None = None,
+    on_slice: Callable[[int], object] = lambda rows: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The k best rows of each query (n, d): scores float32 and rows int64, both of shape (n, min(k, corpus)).
 
@@ -102,6 +103,7 @@ def exact_search(
 
     Args:
         slice_rows: rows read at a time; by default what the searcher takes.
+        on_slice: called with the number of rows of each slice that was searched, for each batch of queries.
 
     Raises:
         UserError: NaN or infinity in a query or a document, or vectors too long for float32 scores.
@@ -114,7 +116,7 @@ def exact_search(
     for start in range(0, len(queries), together):
         part = slice(start, start + together)
         batch = np.ascontiguousarray(queries[part], dtype=np.float32)
-        scores[part], rows[part] = _Search(corpus, batch, k, metric, searcher, slice_rows, start).run()
+        scores[part], rows[part] = _Search(corpus, batch, k, metric, searcher, slice_rows, start).run(on_slice)
     return scores, rows
 
 
@@ -149,10 +151,13 @@ class _Search:
 
         self.buffer = np.empty((self.slices[0][1] if metric == "cos" else 0, corpus.dim), dtype=np.float32)
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, on_slice: Callable[[int], object]) -> tuple[np.ndarray, np.ndarray]:
         with ThreadPoolExecutor(_threads()) as self.pool:
             # The last score that each slice gave; what it did not give is no better.
-            last = [self._candidates_of(start, stop) for start, stop in self.slices]
+            last = []
+            for start, stop in self.slices:
+                last.append(self._candidates_of(start, stop))
+                on_slice(stop - start)
             self._settle(last)
             return self._ranked(np.arange(len(self.queries)))
 

@@ -170,7 +170,9 @@ def default_parameters(index: Any) -> str | None:
     return f"nprobe={math.ceil(nlist / 8)}" if nlist else None
 
 
-def search(index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+def search(
+    index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 1024, show_progress: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """The k best documents of each query (n, d): scores float32 and rows int64, both of shape (n, min(k, corpus)).
 
     Ordered by score, descending, then by document id, ascending. With "Flat" that holds for the whole corpus: what is
@@ -191,21 +193,24 @@ def search(index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 102
     if index.gpus and k > GPU_MAX_K:
         way = "from several slices" if index.is_exact else "on the CPU"
         logger.info("A GPU gives %d documents per query at the most: the best %d are found %s", GPU_MAX_K, k, way)
+    from tqdm.auto import tqdm
+
     if index.is_exact:
-        found = exact_search(index.corpus, queries, k, index.metric, index.slices)
+        with tqdm(unit=" rows", desc="Searching", unit_scale=True, disable=not show_progress) as bar:
+            found = exact_search(index.corpus, queries, k, index.metric, index.slices, on_slice=bar.update)
         if isinstance(index.slices, GpuSlices) and index.slices.given_up:
             index.gpus = 0
         return found
     searched = index.cpu_index if index.gpus and k > GPU_MAX_K else index.faiss_index
     scores = np.empty((len(queries), k), dtype=np.float32)
     rows = np.empty((len(queries), k), dtype=np.int64)
-    for start in range(0, len(queries), batch_size):
+    for start in tqdm(range(0, len(queries), batch_size), desc="Searching", disable=not show_progress):
         part = slice(start, start + batch_size)
-        found, found_rows = searched.search(_prepared(queries[part], index.metric, "query embedding", start), k)
-        if found_rows.size and found_rows.max() >= len(index):
-            raise DataError(f"the index finds row {found_rows.max()} of {len(index)}: it is broken (build it anew)")
-        found[found_rows < 0] = -np.inf
-        scores[part], rows[part] = ordered(found, found_rows, k, index.corpus.ids)
+        best, best_rows = searched.search(_prepared(queries[part], index.metric, "query embedding", start), k)
+        if best_rows.size and best_rows.max() >= len(index):
+            raise DataError(f"the index finds row {best_rows.max()} of {len(index)}: it is broken (build it anew)")
+        best[best_rows < 0] = -np.inf
+        scores[part], rows[part] = ordered(best, best_rows, k, index.corpus.ids)
     return scores, rows
 
 
