@@ -20,13 +20,15 @@ from contaccum.version import __version__
 COMMANDS = {
     "train": ("contaccum.training.command", "train a retriever from a YAML config and overrides"),
     "mine": ("contaccum.mining.command", "find hard negatives for training data"),
+    "encode": ("contaccum.retrieval.encode_command", "encode a corpus of any size into a memory-mapped store"),
+    "search": ("contaccum.retrieval.search_command", "search a store for queries, and write a TREC run"),
     "evaluate": ("contaccum.evaluation.command", "score a model on BEIR data with FAISS"),
     "open_qa": ("contaccum.evaluation.open_qa", "score passage retrieval for questions by answer match, as DPR does"),
     "reproduce": ("contaccum.reproduction.command", "the paper's main table, from download to score"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
     "bench": (
         "contaccum.benchmarks.command",
-        "measure updates, the loss, the trainer, samplers, readers, mining, long runs",
+        "measure updates, the loss, the trainer, samplers, readers, mining, search, long runs",
     ),
 }
 

@@ -38,8 +38,8 @@ class EvaluationResult:
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
         tokenisation: see `tokenisation_contract`.
-        search: index, index_parameters, k, gpus.
-        timing: seconds of encoding, indexing and searching, and documents_per_second.
+        search: index, index_parameters, k, gpus; of an approximate index also its recall against exact search.
+        timing: seconds of encoding, indexing, searching and measuring recall, and documents_per_second.
         precision: "float32", or the type that the encoder ran in under autocast.
     """
 

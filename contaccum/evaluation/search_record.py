@@ -27,7 +27,13 @@ def search_record(searcher: FaissSearcher, name: str | None, metric: str, k: int
             "dimension": index.dimension,
         },
         "tokenisation": tokenisation_contract(searcher.model),
-        "search": {"index": searcher.index, "index_parameters": index.parameters, "k": k, "gpus": index.gpus},
+        "search": {
+            "index": searcher.index,
+            "index_parameters": index.parameters,
+            "k": k,
+            "gpus": index.gpus,
+            **({"recall": searcher.recall} if searcher.recall else {}),
+        },
         "timing": dict(searcher.timing),
         "precision": searcher.autocast_dtype or "float32",
     }

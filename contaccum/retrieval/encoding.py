@@ -58,13 +58,15 @@ def encode_texts(
     autocast_dtype: str | None = None,
     device: str | torch.device | None = None,
     show_progress: bool = True,
+    on_encoded: Callable[[int], object] | None = None,
 ) -> np.ndarray:
     """Embed texts as queries or as documents; returns float32 of shape (len(texts), d), rows in the given order.
 
     Equal to `model.encode_query(texts)` or `model.encode_document(texts)` to rounding. A batch holds as many texts
     as fit in `batch_size` times the longest text's tokens (fewer on a CPU, which is faster there), so memory peaks
     where theirs does. Equal texts are encoded once, and so have equal embeddings to the last bit.
-    `autocast_dtype` is None, "bfloat16" or "float16".
+    `autocast_dtype` is None, "bfloat16" or "float16". `on_encoded` is told how many texts were just encoded, again and
+    again until they are all.
 
     Raises `ConfigError` for a setting out of range, `UserError` when the model produces NaN or infinity.
     """
@@ -86,11 +88,13 @@ def encode_texts(
     try:
         embeddings = None
         if _has_own_loop(model):
-            embeddings = _encode_by_tokens(model, unique, kind, batch_size, autocast_dtype, show_progress)
+            embeddings = _encode_by_tokens(model, unique, kind, batch_size, autocast_dtype, show_progress, on_encoded)
         if embeddings is None:
             encode = model.encode_query if kind == "query" else model.encode_document
             with _autocast(model.device.type, autocast_dtype):
                 embeddings = as_float32(encode(unique, batch_size=batch_size, show_progress_bar=show_progress))
+            if on_encoded is not None:
+                on_encoded(len(unique))
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
         model.train(was_training)
@@ -101,6 +105,8 @@ def encode_texts(
         raise UserError(f"the model gives NaN or infinity for the {kind} {unique[bad][:60]!r}{mend}")
     if len(unique) == len(texts):
         return embeddings
+    if on_encoded is not None:
+        on_encoded(len(texts) - len(unique))
     position = {text: row for row, text in enumerate(unique)}
     return embeddings[[position[text] for text in texts]]
 
@@ -213,6 +219,7 @@ def _encode_by_tokens(
     batch_size: int,
     autocast_dtype: str | None,
     show_progress: bool,
+    on_encoded: Callable[[int], object] | None = None,
 ) -> np.ndarray | None:
     """Embeddings (n, d) of distinct texts; None when the features turn out to be more than rows of tokens."""
     import torch
@@ -253,6 +260,8 @@ def _encode_by_tokens(
                     embeddings = np.empty((len(texts), out.shape[1]), dtype=np.float32)
                 embeddings[start + rows] = out
                 progress.update(len(rows))
+                if on_encoded is not None:
+                    on_encoded(len(rows))
     return embeddings
 
 

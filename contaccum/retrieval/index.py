@@ -1,7 +1,8 @@
-"""A FAISS index over document embeddings, and search in it with an order that does not depend on luck.
+"""An index over document embeddings, and search in it with an order that does not depend on luck.
 
-Built from an `index_factory` string, on GPUs when FAISS sees any. Scores are inner products, higher is better;
-"cos" normalises copies of the vectors. Texts, models and files are not its business: see `encoding` and `searcher`.
+Built from a FAISS `index_factory` string. "Flat" is no copy of the embeddings: `exact` searches them where they lie.
+Scores are inner products, higher is better; "cos" normalises copies of the vectors. Texts and models are not its
+business: see `encoding` and `searcher`; index files are `index_file`'s.
 """
 
 from __future__ import annotations
@@ -15,92 +16,122 @@ from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, DataError
+from contaccum.retrieval.exact import CpuSlices, Metric, SliceSearch, exact_search, ordered
+from contaccum.retrieval.gpus import GPU_MAX_K, GpuMode, Gpus, GpuSlices, find_gpus, reason, to_gpus
+from contaccum.retrieval.rows import ArrayRows, EmbeddingRows, norms_of, slices, unit_or_same
 
 logger = logging.getLogger(__name__)
 
-Metric = Literal["cos", "dot"]
-
 # Rows normalised and added at a time, so that "cos" never holds a second copy of a corpus.
 _ADD_ROWS = 65_536
-# FAISS samples at most 256 points per centroid itself; reading more into a training set only costs memory.
-_POINTS_PER_CENTROID = 256
-# Candidates fetched beyond k, to see whether a tie crosses the boundary.
-_TIE_MARGIN = 8
-# FAISS keeps its top k on the GPU in shared memory, which bounds k.
-_GPU_MAX_K = 2048
+# FAISS samples at most 256 points per centroid itself; reading more into a training set only costs memory. It asks
+# for 39 at the least.
+_POINTS_PER_CENTROID, _FEWEST_POINTS = 256, 40
+# A training set grows to this, and beyond it only as far as the fewest points demand.
+_TRAINING_BYTES = 2**31
 
 
 @dataclass
 class DenseIndex:
-    """What `build_index` returns. `id_rank[row]` is the row's place in the order of document ids, for ties."""
+    """What `build_index` returns.
 
+    Attributes:
+        corpus: the embeddings.
+        faiss_index: None where the embeddings themselves are searched ("Flat").
+        slices: what searches their slices then.
+        gpus: how many GPUs are used.
+        cpu_index: kept beside an index on GPUs, for a k beyond what they can do.
+    """
+
+    corpus: EmbeddingRows
     faiss_index: Any
     factory: str
     metric: Metric
-    dimension: int
-    id_rank: np.ndarray
     parameters: str | None = None
+    slices: SliceSearch | None = None
     gpus: int = 0
-    # Kept beside an index on GPUs, for a k beyond what they can do.
     cpu_index: Any = None
 
+    @property
+    def dimension(self) -> int:
+        return self.corpus.dim
+
+    @property
+    def is_exact(self) -> bool:
+        return self.faiss_index is None
+
     def __len__(self) -> int:
-        return len(self.id_rank)
+        return len(self.corpus)
 
 
 def build_index(
-    embeddings: np.ndarray,
+    embeddings: np.ndarray | EmbeddingRows,
     factory: str = "Flat",
     metric: Metric = "cos",
     use_gpu: bool | Literal["auto"] = "auto",
     ids: Sequence[str] | None = None,
     parameters: str | None = None,
+    gpu_mode: GpuMode = "replicate",
+    gpu_float16: bool = False,
 ) -> DenseIndex:
-    """Index embeddings (n, d), float32, one row per document.
+    """Index n embeddings of d dimensions.
 
     Args:
+        embeddings: an array (n, d), or rows that are read in slices. "Flat" holds it without a copy: leave it as it is
+            while the index is used.
         factory: a FAISS factory string. "Flat" is exact; "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16"
             trade exactness for speed or memory.
         metric: "cos" (copies are normalised, the caller's array is left alone) or "dot".
         use_gpu: "auto" uses every GPU that FAISS sees and falls back to the CPU with a message; True insists.
-        ids: document ids, n of them; equal scores are ordered by them, ascending. Without ids, by row.
+        ids: document ids, n of them, for an array; equal scores are ordered by them, ascending. Without, by row.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". An IVF index without any
             probes an eighth of its lists: FAISS's own default of one list finds too little to be of use.
+        gpu_mode, gpu_float16: see `Gpus`.
 
     Raises:
         ConfigError: the factory string is wrong or cannot hold d dimensions or an inner product, there are too few
             vectors to train it, or a GPU was insisted on and none will do.
-        UserError: an embedding is NaN or infinite.
+        UserError: an embedding is NaN or infinite ("Flat" finds that out when it searches, of what is no array).
     """
 
-    if embeddings.ndim != 2 or not len(embeddings):
-        raise ConfigError(f"an index needs embeddings of shape (n, d) with n > 0, not {embeddings.shape}")
-    n, d = embeddings.shape
-    if ids is not None and len(ids) != n:
-        raise ConfigError(f"{len(ids)} ids for {n} embeddings")
-    _require_finite(embeddings, "document embedding")
-
-    index = check_factory(factory, d, n, metric, parameters)
+    corpus = ArrayRows(embeddings, ids) if isinstance(embeddings, np.ndarray) else embeddings
+    gpus = find_gpus(use_gpu, gpu_mode, gpu_float16)
+    index = check_factory(factory, corpus.dim, len(corpus), metric, parameters)
+    if factory == "Flat":
+        if isinstance(corpus, ArrayRows):
+            for start, stop in slices(corpus):
+                norms_of(corpus.slice(start, stop), "document embedding", start)
+        searcher = GpuSlices(gpus, corpus.dim, use_gpu is True) if gpus else CpuSlices()
+        return DenseIndex(corpus, None, factory, metric, parameters, searcher, gpus.count if gpus else 0)
     try:
         if not index.is_trained:
-            index.train(_prepared(_training_sample(embeddings, _centroids(index)), metric))
-        for start in range(0, n, _ADD_ROWS):
-            index.add(_prepared(embeddings[start : start + _ADD_ROWS], metric))
+            rows = _training_rows(len(corpus), corpus.dim, _centroids(index))
+            index.train(_prepared(corpus.gather(rows), metric))
+        for start, stop in slices(corpus, _ADD_ROWS):
+            index.add(_prepared(corpus.slice(start, stop), metric, "document embedding", start))
     except RuntimeError as error:
-        raise ConfigError(f"FAISS cannot build index {factory!r} on {n} vectors: {_reason(error)}") from error
+        raise ConfigError(f"FAISS cannot build index {factory!r} on {len(corpus)} vectors: {reason(error)}") from error
+    return ready_index(corpus, index, factory, metric, parameters, gpus, use_gpu is True)
 
+
+def ready_index(
+    corpus: EmbeddingRows,
+    index: Any,
+    factory: str,
+    metric: Metric,
+    parameters: str | None = None,
+    gpus: Gpus | None = None,
+    insist: bool = False,
+) -> DenseIndex:
+    """A filled FAISS index, from wherever, with its search parameters set, on its GPUs; raises `ConfigError`."""
     if parameters is None:
         parameters = default_parameters(index)
     if parameters is not None:
-        _set_parameters(index, parameters)
-
-    id_rank = np.arange(n)
-    if ids is not None:
-        id_rank[sorted(range(n), key=ids.__getitem__)] = np.arange(n)
-    built = DenseIndex(index, factory, metric, d, id_rank, parameters)
-    if use_gpu:
-        _move_to_gpus(built, insist=use_gpu is True)
+        _require_parameters(index, factory, parameters)
+    built = DenseIndex(corpus, index, factory, metric, parameters)
+    if gpus:
+        _move_to_gpus(built, gpus, insist)
     return built
 
 
@@ -118,7 +149,7 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
     except RuntimeError as error:
         raise ConfigError(
             f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product "
-            f"({_reason(error)}); 'Flat' always works"
+            f"({reason(error)}); 'Flat' always works"
         ) from error
     if index.metric_type != faiss.METRIC_INNER_PRODUCT or isinstance(faiss.downcast_index(index), faiss.IndexIDMap):
         raise ConfigError(f"index {factory!r} does not rank rows by inner product; use 'Flat', 'HNSW32' or 'IVF...'")
@@ -129,10 +160,7 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
             "use a smaller one, or 'Flat'"
         )
     if parameters is not None:
-        try:
-            _set_parameters(index, parameters)
-        except RuntimeError as error:
-            raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
+        _require_parameters(index, factory, parameters)
     return index
 
 
@@ -142,84 +170,72 @@ def default_parameters(index: Any) -> str | None:
     return f"nprobe={math.ceil(nlist / 8)}" if nlist else None
 
 
-def search(index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+def search(
+    index: DenseIndex, queries: np.ndarray, k: int, batch_size: int = 1024, show_progress: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """The k best documents of each query (n, d): scores float32 and rows int64, both of shape (n, min(k, corpus)).
 
-    Ordered by score, descending, then by document id, ascending, at the k-th place too when the index is "Flat":
-    a tie across it is fetched whole before it is cut. An approximate index may find fewer; the rest of a line is
-    then row -1 with score -inf.
+    Ordered by score, descending, then by document id, ascending. With "Flat" that holds for the whole corpus: what is
+    left out at the k-th place has a lower score, or the same and a later id (see `exact_search`). An approximate index
+    may find fewer; the rest of a line is then row -1 with score -inf.
 
-    Raises `ConfigError` for k < 1 or queries of another dimension, `UserError` for NaN or infinite queries.
+    Args:
+        batch_size: queries that an approximate index is given at a time.
+
+    Raises `ConfigError` for k < 1 or queries of another dimension, `UserError` for NaN or infinite vectors, `DataError`
+    for an index from a broken file.
     """
     if k < 1:
         raise ConfigError(f"k must be at least 1, not {k}")
     if queries.ndim != 2 or queries.shape[1] != index.dimension:
         raise ConfigError(f"queries have shape {queries.shape}, the index holds {index.dimension} dimensions")
-    _require_finite(queries, "query embedding")
     k = min(k, len(index))
+    if index.gpus and k > GPU_MAX_K:
+        way = "from several slices" if index.is_exact else "on the CPU"
+        logger.info("A GPU gives %d documents per query at the most: the best %d are found %s", GPU_MAX_K, k, way)
+    from tqdm.auto import tqdm
+
+    if index.is_exact:
+        with tqdm(unit=" rows", desc="Searching", unit_scale=True, disable=not show_progress) as bar:
+            found = exact_search(index.corpus, queries, k, index.metric, index.slices, on_slice=bar.update)
+        if isinstance(index.slices, GpuSlices) and index.slices.given_up:
+            index.gpus = 0
+        return found
+    searched = index.cpu_index if index.gpus and k > GPU_MAX_K else index.faiss_index
     scores = np.empty((len(queries), k), dtype=np.float32)
     rows = np.empty((len(queries), k), dtype=np.int64)
-    for start in range(0, len(queries), batch_size):
-        batch = _prepared(queries[start : start + batch_size], index.metric)
-        part = slice(start, start + len(batch))
-        scores[part], rows[part] = _search_batch(index, batch, k)
+    for start in tqdm(range(0, len(queries), batch_size), desc="Searching", disable=not show_progress):
+        part = slice(start, start + batch_size)
+        best, best_rows = searched.search(_prepared(queries[part], index.metric, "query embedding", start), k)
+        if best_rows.size and best_rows.max() >= len(index):
+            raise DataError(f"the index finds row {best_rows.max()} of {len(index)}: it is broken (build it anew)")
+        best[best_rows < 0] = -np.inf
+        scores[part], rows[part] = ordered(best, best_rows, k, index.corpus.ids)
     return scores, rows
 
 
-def _search_batch(index: DenseIndex, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    exact = index.factory == "Flat"
-    scores = np.empty((len(queries), k), dtype=np.float32)
-    rows = np.empty((len(queries), k), dtype=np.int64)
-    open_queries = np.arange(len(queries))
-    fetch = min(k + _TIE_MARGIN, len(index)) if exact else k
-    while len(open_queries):
-        found_scores, found_rows = _faiss_search(index, queries[open_queries], fetch)
-        # The boundary is settled when something strictly worse than the k-th score was seen, or nothing is left.
-        settled = (found_scores[:, -1] < found_scores[:, k - 1]) | (fetch == len(index)) | (not exact)
-        rank = np.where(found_rows >= 0, index.id_rank[found_rows], len(index))
-        order = np.lexsort((rank, -found_scores), axis=1)[:, :k]
-        done = open_queries[settled]
-        scores[done] = np.take_along_axis(found_scores, order, axis=1)[settled]
-        rows[done] = np.take_along_axis(found_rows, order, axis=1)[settled]
-        open_queries = open_queries[~settled]
-        fetch = min(2 * fetch, len(index))
-    return scores, rows
-
-
-def _faiss_search(index: DenseIndex, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    on_cpu = index.gpus and k > _GPU_MAX_K
-    scores, rows = (index.cpu_index if on_cpu else index.faiss_index).search(queries, k)
-    scores[rows < 0] = -np.inf
-    return scores, rows
-
-
-def _move_to_gpus(index: DenseIndex, insist: bool) -> None:
-    import faiss
-
-    gpus = faiss.get_num_gpus()
-    if not gpus:
-        if insist:
-            raise ConfigError("use_gpu=True, but FAISS sees no GPU; install faiss-gpu in place of faiss-cpu")
-        return
+def _move_to_gpus(index: DenseIndex, gpus: Gpus, insist: bool) -> None:
     try:
-        moved = faiss.index_cpu_to_all_gpus(index.faiss_index)
+        moved = to_gpus(index.faiss_index, gpus)
     except (RuntimeError, AttributeError) as error:
         if insist:
-            raise ConfigError(f"index {index.factory!r} cannot go to a GPU: {_reason(error)}") from error
-        logger.warning("Index %r stays on the CPU: %s", index.factory, _reason(error))
+            raise ConfigError(f"index {index.factory!r} cannot go to a GPU: {reason(error)}") from error
+        logger.warning("Index %r stays on the CPU: %s", index.factory, reason(error))
         return
-    index.cpu_index, index.faiss_index, index.gpus = index.faiss_index, moved, gpus
+    index.cpu_index, index.faiss_index, index.gpus = index.faiss_index, moved, gpus.count
 
 
-def _prepared(vectors: np.ndarray, metric: Metric) -> np.ndarray:
-    """float32, C-contiguous, and for "cos" a normalised copy. A zero vector stays zero and scores zero."""
-    if metric == "dot":
-        return np.ascontiguousarray(vectors, dtype=np.float32)
-    import faiss
+def _prepared(vectors: np.ndarray, metric: Metric, what: str = "document embedding", first: int = 0) -> np.ndarray:
+    """float32, C-contiguous, finite, and for "cos" a normalised copy. A zero vector stays zero and scores zero."""
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    return unit_or_same(vectors, norms_of(vectors, what, first), metric)
 
-    copy = np.array(vectors, dtype=np.float32, order="C")
-    faiss.normalize_L2(copy)
-    return copy
+
+def _require_parameters(index: Any, factory: str, parameters: str) -> None:
+    try:
+        _set_parameters(index, parameters)
+    except RuntimeError as error:
+        raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
 
 
 def _set_parameters(index: Any, parameters: str) -> None:
@@ -232,19 +248,13 @@ def _set_parameters(index: Any, parameters: str) -> None:
     space.set_index_parameters(index, parameters)
 
 
-def _require_finite(vectors: np.ndarray, what: str) -> None:
-    # FAISS answers NaN with row -1 and no word, which would read as a poor model.
-    finite = np.isfinite(vectors).all(axis=1)
-    if not finite.all():
-        raise UserError(f"{what} {int(np.flatnonzero(~finite)[0])} holds NaN or infinity")
-
-
-def _training_sample(embeddings: np.ndarray, centroids: int) -> np.ndarray:
-    wanted = max(centroids * _POINTS_PER_CENTROID, _ADD_ROWS)
-    if len(embeddings) <= wanted:
-        return embeddings
-    rows = np.random.default_rng(0).choice(len(embeddings), wanted, replace=False)
-    return embeddings[np.sort(rows)]
+def _training_rows(n: int, dimension: int, centroids: int) -> np.ndarray:
+    """Rows to train on: all, or a sample, ascending, the same in every run."""
+    most = max(_TRAINING_BYTES // (4 * dimension), centroids * _FEWEST_POINTS)
+    wanted = max(min(centroids * _POINTS_PER_CENTROID, most), _ADD_ROWS)
+    if n <= wanted:
+        return np.arange(n)
+    return np.sort(np.random.default_rng(0).choice(n, wanted, replace=False))
 
 
 def _parts(index: Any) -> list[Any]:
@@ -264,8 +274,3 @@ def _centroids(index: Any) -> int:
     """The most centroids that any part of the index has to find: what it needs vectors for, at the least."""
     codes = [part.pq.ksub for part in _parts(index) if hasattr(part, "pq")]
     return max([_inverted_lists(index), *codes])
-
-
-def _reason(error: Exception) -> str:
-    """The last clause of a FAISS error: the part that is about the user's settings, not FAISS's source lines."""
-    return re.sub(r"^Error in .*?:\d+: (Error: )?", "", " ".join(str(error).split()))

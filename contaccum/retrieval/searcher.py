@@ -19,7 +19,10 @@ from beir.retrieval.search import BaseSearch
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.retrieval.encoding import check_autocast_dtype, encode_corpus, encode_queries
-from contaccum.retrieval.index import Metric, build_index, search
+from contaccum.retrieval.exact import Metric
+from contaccum.retrieval.gpus import GpuMode
+from contaccum.retrieval.index import build_index, search
+from contaccum.retrieval.recall import recall_against_exact
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +42,12 @@ class FaissSearcher(BaseSearch):
         index: a FAISS factory string; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
         index_parameters: FAISS search parameters, such as "nprobe=32".
         use_gpu: for FAISS: "auto", True or False. The model stays on the device it is on.
+        gpu_mode, gpu_float16: see `Gpus`.
         autocast_dtype: None, "bfloat16" or "float16".
         corpus_chunk_size: documents per file that `encode` writes.
 
-    After a search, `timing` holds seconds per stage and `last_index` the index that was searched.
+    After a search, `timing` holds seconds per stage, `last_index` the index that was searched, and `recall`, of an
+    approximate one, what `recall_against_exact` says.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class FaissSearcher(BaseSearch):
         autocast_dtype: str | None = None,
         show_progress_bar: bool = True,
         corpus_chunk_size: int = 50_000,
+        gpu_mode: GpuMode = "replicate",
+        gpu_float16: bool = False,
     ) -> None:
         check_autocast_dtype(autocast_dtype)
         self.model = model
@@ -67,7 +74,10 @@ class FaissSearcher(BaseSearch):
         self.corpus_chunk_size = corpus_chunk_size
         self.results: Run = {}
         self.timing: dict[str, float] = {}
+        self.gpu_mode: GpuMode = gpu_mode
+        self.gpu_float16 = gpu_float16
         self.last_index: Any = None
+        self.recall: dict[str, Any] | None = None
 
     def search(
         self,
@@ -189,9 +199,19 @@ class FaissSearcher(BaseSearch):
         metric: Metric,
     ) -> Run:
         started = time.perf_counter()
-        index = build_index(document_embeddings, self.index, metric, self.use_gpu, document_ids, self.index_parameters)
+        index = build_index(
+            document_embeddings,
+            self.index,
+            metric,
+            self.use_gpu,
+            document_ids,
+            self.index_parameters,
+            self.gpu_mode,
+            self.gpu_float16,
+        )
         built = time.perf_counter()
-        self.results = {}
+        self.results, self.recall = {}, None
+        rows = np.empty((0, 0), dtype=np.int64)
         if query_ids:
             scores, rows = search(index, query_embeddings, top_k + 1)
             for qid, line_scores, line_rows in zip(query_ids, scores.tolist(), rows.tolist(), strict=True):
@@ -201,8 +221,12 @@ class FaissSearcher(BaseSearch):
                 hits = [(docid, score) for docid, score in found if docid != qid]
                 self.results[qid] = dict(hits[:top_k])
         self.timing["index_seconds"] = built - started
-        self.timing["search_seconds"] = time.perf_counter() - built
+        searched = time.perf_counter()
+        self.timing["search_seconds"] = searched - built
         self.last_index = index
+        if not index.is_exact:
+            self.recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
+            self.timing["recall_seconds"] = time.perf_counter() - searched
         return self.results
 
 

@@ -119,48 +119,6 @@ def test_a_zero_vector_scores_zero_under_cosine():
     np.testing.assert_allclose(scores, [[1, 0, -1]])
 
 
-def test_an_index_that_a_gpu_refuses_stays_on_the_cpu_and_says_so(monkeypatch, caplog):
-    import faiss
-
-    def refuse(index):
-        raise RuntimeError("this index type is not implemented on GPU")
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", refuse, raising=False)
-    index = build_index(vectors(10), "HNSW32")
-    assert index.gpus == 0 and "stays on the CPU: this index type" in caplog.text
-    with pytest.raises(ConfigError, match="cannot go to a GPU"):
-        build_index(vectors(10), "HNSW32", use_gpu=True)
-
-
-def test_insisting_on_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    import faiss
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
-    with pytest.raises(ConfigError, match="sees no GPU"):
-        build_index(vectors(10), use_gpu=True)
-
-
-def test_k_beyond_what_a_gpu_can_do_is_searched_on_the_cpu(monkeypatch):
-    import faiss
-
-    class OnGpu:
-        def __init__(self, index):
-            self.index = index
-
-        def search(self, queries, k):
-            assert k <= 2048, "FAISS on GPUs refuses this k"
-            return self.index.search(queries, k)
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", OnGpu, raising=False)
-    documents = vectors(3000, d=4)
-    index = build_index(documents)
-    assert index.gpus == 2
-    _, rows = search(index, documents[:3], k=2500)
-    assert rows.shape == (3, 2500) and rows[:, 0].tolist() == [0, 1, 2]
-
-
 def test_queries_of_another_dimension_are_refused():
     with pytest.raises(ConfigError, match="16 dimensions"):
         search(build_index(vectors(10)), vectors(2, d=8), k=1)
