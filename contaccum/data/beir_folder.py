@@ -162,6 +162,21 @@ def split_file(folder: Path, split: str) -> Path:
     raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; {there} ({_LAYOUT})"))
 
 
+def judged_queries(folder: Path, split: str) -> set[str]:
+    """Ids of the queries that a split judges; whether the judgements can be used is for `load_beir_folder` to say.
+
+    Raises:
+        DataError: no such folder or split, or nothing in it.
+    """
+    path = split_file(folder, split)
+    rows = [text.split("\t") for _, text in read_lines(path, RecordReport("skip"))]
+    if rows and _is_header(rows[0]):
+        del rows[0]
+    if not rows:
+        raise DataError(one_line(f"{path}: judges no query (get it again)"))
+    return {cells[0] for cells in rows}
+
+
 def _id_of(record: dict[str, Any]) -> str:
     value = record.get("_id")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -221,6 +236,10 @@ def _read_queries(path: Path, report: RecordReport) -> dict[str, str]:
     return queries
 
 
+def _is_header(cells: list[str]) -> bool:
+    return cells[0].lower() in _HEADER_STARTS and not _SCORE.fullmatch(cells[-1])
+
+
 def _read_qrels(
     path: Path, report: RecordReport, queries: dict[str, str], corpus: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, int]]:
@@ -230,7 +249,7 @@ def _read_qrels(
         cells = text.split("\t")
         # Only a line that starts like a header is one: BEIR drops the first line whatever it is, and with it
         # the first judgement of a file that has no header.
-        is_header = first and cells[0].lower() in _HEADER_STARTS and not _SCORE.fullmatch(cells[-1])
+        is_header = first and _is_header(cells)
         first = False
         if is_header:
             continue

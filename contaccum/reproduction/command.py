@@ -54,6 +54,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         output=args.output_dir,
         files=args.files_from,
         precision=precision,
+        dtype=args.dtype,
         batch_size=args.batch_size,
         index=args.index,
         cross_encoder=args.cross_encoder,
@@ -158,9 +159,8 @@ def _do(one: RunPlan, step: Step) -> None:
     if step.name == "mine":
         step.outputs[0].parent.mkdir(parents=True, exist_ok=True)
     one.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "contaccum.cli", *step.argv]
     print(f"$ contaccum {shlex.join(step.argv)}", flush=True)
-    code = subprocess.run(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode
+    code = _call(step.argv)
     if code in (130, 143, -2, -15):
         raise SystemExit(130 if code in (130, -2) else 143)
     if code:
@@ -176,6 +176,12 @@ def _do(one: RunPlan, step: Step) -> None:
         path = one.folder / _STATE
         path.with_suffix(".tmp").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".tmp").replace(path)
+
+
+def _call(argv: Sequence[str]) -> int:
+    """Run `contaccum ARGV` in a process of its own, whose memory is free afterwards; returns its exit code."""
+    command = [sys.executable, "-m", "contaccum.cli", *argv]
+    return subprocess.run(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode
 
 
 def _fetch(step: Step) -> None:
@@ -270,6 +276,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Any, tuple[str, ...]]:
     add("--output_dir", type=Path, default=Path("runs/paper"), metavar="DIR", help="default: %(default)s")
     add("--files_from", default=DPR_FILES, metavar="URL", help="a mirror of %(default)s")
     add("--precision", choices=("float32", "bfloat16", "float16"), help="of encoding; default: float16 on a GPU")
+    add("--dtype", choices=("float16", "float32"), default="float16", help="of the encoded corpus on disk")
     add("--batch_size", type=int, default=32, metavar="N", help="of encoding")
     add("--index", default="Flat", help="FAISS factory string; Flat is exact")
     add("--cross_encoder", default=CROSS_ENCODER, metavar="MODEL", help="of MS MARCO's negatives; default: %(default)s")

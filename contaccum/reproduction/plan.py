@@ -74,6 +74,7 @@ class Settings:
     output: Path
     files: str = DPR_FILES
     precision: str = "float32"
+    dtype: str = "float16"
     batch_size: int = 32
     index: str = "Flat"
     cross_encoder: str = CROSS_ENCODER
@@ -162,10 +163,20 @@ def plan_run(dataset: str, memory: str, method: str, settings: Settings) -> RunP
         Step(
             "encode",
             (store / "store.json",),
-            ("encode", str(model), "--corpus", str(passages), "--output", str(store), "--dtype", "float16", *encoding),
+            (
+                "encode",
+                str(model),
+                "--corpus",
+                str(passages),
+                "--output",
+                str(store),
+                "--dtype",
+                settings.dtype,
+                *encoding,
+            ),
             compute=forward * corpus["passages"] * corpus["tokens_per_passage"],
             dtype=settings.precision,
-            gigabytes=corpus["passages"] * encoder["dimension"] * 2 / 1e9,
+            gigabytes=corpus["passages"] * encoder["dimension"] * (2 if settings.dtype == "float16" else 4) / 1e9,
             temporary=not settings.keep_embeddings,
         ),
         Step(

@@ -86,7 +86,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 def read_source(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
     """Documents as `read_passages`; queries likewise, of a BEIR folder's queries.jsonl or of DPR's .csv too."""
     path = source_file(path, kind)
-    if kind == "query" and path.suffix == ".csv":
+    if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
         questions = load_questions(path, report.on_bad_record)
         report.restore(questions.report.to_dict())
         return (Passage(name, "", text) for name, text in questions.texts.items())

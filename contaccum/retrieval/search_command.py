@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from contaccum.data.beir_folder import judged_queries
 from contaccum.data.records import RecordReport, one_line
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.arguments import Parser, load_model
@@ -121,6 +122,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _queries(args: argparse.Namespace, store: EmbeddingStore) -> _Queries:
     """Queries from their own store, or encoded now; refuses those of another model than the store's."""
     if (args.queries / ABOUT).is_file():
+        if args.split is not None:
+            raise ConfigError(one_line(f"--split: {args.queries} is a store of encoded queries, not a BEIR folder"))
         if args.model is not None:
             raise ConfigError(one_line(f"{args.queries}: a store of encoded queries: leave the MODEL out"))
         encoded = EmbeddingStore.open(args.queries)
@@ -138,8 +141,9 @@ def _queries(args: argparse.Namespace, store: EmbeddingStore) -> _Queries:
     if args.device is not None:
         check_device(args.device)
     report = RecordReport(args.on_bad_record)
+    judged = judged_queries(args.queries, args.split) if args.split else None
     found = distinct_passages(read_source(args.queries, "query", report), args.queries, report)
-    texts = {query.id: query.passage for query in found}
+    texts = {query.id: query.passage for query in found if judged is None or query.id in judged}
     report.refuse_if_nothing_left(args.queries, len(texts), "queries")
     print(report.summary())
     model = load_model(args)
@@ -203,6 +207,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="QUERIES",
         help="jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries",
     )
+    add("--split", help="of a BEIR folder: only the queries that qrels/SPLIT.tsv judges; default: all")
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help="and RUN.json beside it")
     add("--top_k", type=int, default=100, metavar="K", help="documents per query")
     add("--index", default="Flat", help="FAISS factory string; Flat is exact, and reads the store in slices")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs steps in this process, which spares the start of another, and tells which were run."""
     done: list[str] = []
 
-    def here(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert line[1:3] == ["-m", "contaccum.cli"]
-        done.append(line[3])
-        return subprocess.CompletedProcess(line, main(line[3:]))
+    def here(argv: Sequence[str]) -> int:
+        done.append(argv[0])
+        return main(argv)
 
-    monkeypatch.setattr(command.subprocess, "run", here)
+    monkeypatch.setattr(command, "_call", here)
     return done
 
 
@@ -72,7 +70,7 @@ def reproduce(tmp_path: Path, served: Any, backbone: str, cross_encoder: str) ->
 def test_open_qa_runs_from_download_to_score_and_is_done_once(
     dataset: str, reproduce: Callable[..., int], steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ("--datasets", dataset, "--memory", "11gb", "--methods", "contaccum")
+    line = ("--datasets", dataset, "--memory", "11gb", "--methods", "contaccum", "--dtype", "float32")
     assert reproduce(*line) == 0
     assert steps == ["train", "encode", "search", "open_qa"]
     (result,) = json.loads((tmp_path / "out" / "table1.json").read_text())
@@ -122,24 +120,24 @@ def test_a_failed_step_is_told_and_the_next_start_goes_on_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = ("--datasets", "nq", "--methods", "in_batch")
-    healthy = command.subprocess.run
-
-    def fails(argv: list[str], **settings: Any) -> Any:
-        return subprocess.CompletedProcess(argv, 2) if argv[3] == "encode" else healthy(argv, **settings)
-
-    monkeypatch.setattr(command.subprocess, "run", fails)
+    healthy = command._call
+    monkeypatch.setattr(command, "_call", lambda argv: 2 if argv[0] == "encode" else healthy(argv))
     assert reproduce(*line) == 2
     assert "nq/11gb/in_batch: encode ended with exit code 2" in capsys.readouterr().err
     assert steps == ["train"]
     # What was done is not done again, and not taken for something else either.
     assert reproduce(*line, few=[*FEW, "--learning_rate", "1e-3"]) == 2
     assert "train was done with other settings" in capsys.readouterr().err
-    monkeypatch.setattr(command.subprocess, "run", healthy)
+    monkeypatch.setattr(command, "_call", healthy)
     assert reproduce(*line) == 0
     assert steps == ["train", "encode", "search", "open_qa"]
 
 
-def test_a_step_is_a_command_of_its_own(reproduce: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_a_step_is_a_command_of_its_own(
+    reproduce: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert reproduce("--datasets", "nq", "--methods", "in_batch", few=[*FEW, "--gradient_checkpointing", "maybe"]) == 2
     assert "maybe" in capfd.readouterr().err  # by the parser, before anything was fetched
     assert reproduce("--datasets", "nq", "--methods", "in_batch", few=[*FEW, "--model", "nowhere/to-be-found"]) == 2
