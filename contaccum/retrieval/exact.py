@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from contaccum.retrieval import exact_scores
+from contaccum.retrieval.exact_scores import ExactScores, Metric, ordered, ranks_of
 from contaccum.retrieval.rows import EmbeddingRows, norms_of, slices, unit_or_same
 
 logger = logging.getLogger(__name__)
 
-Metric = Literal["cos", "dot"]
-
 # Candidates (float32 and int64) held for the queries that are searched together: half a gigabyte.
 _HELD = 2**25
-# Float64 copies of documents scored at a time: 64 MB.
-_EXACT_BYTES = 2**26
 # Fewer queries than this are not worth a thread of their own.
 _QUERIES_PER_THREAD = 64
 
@@ -132,7 +130,7 @@ class _Search:
         norms = norms_of(queries, "query embedding", first_query)
         self.scaled = np.ascontiguousarray(unit_or_same(queries, norms, metric))
         self.norms = norms if metric == "dot" else np.ones_like(norms)
-        self.exact_queries = _exact_units(queries) if metric == "cos" else queries.astype(np.float64)
+        self.exact = ExactScores(queries, metric)
         # A k beyond what a slice can give comes together from several.
         size = slice_rows or searcher.slice_rows
         if searcher.max_fetch is not None and k > searcher.max_fetch:
@@ -230,57 +228,20 @@ class _Search:
         scores = np.empty((len(chosen), k), dtype=np.float32)
         rows = np.empty((len(chosen), k), dtype=np.int64)
         rank = None
-        size = max(1, _EXACT_BYTES // (8 * (stop - start)))
+        size = max(1, exact_scores.BLOCK_BYTES // (8 * (stop - start)))
         for begin in range(0, len(chosen), size):
-            of_all = self._exact_block(chosen[begin : begin + size], documents)
+            of_all = self.exact.of_all(chosen[begin : begin + size], documents)
             for line, of_one in enumerate(of_all, start=begin):
                 kth = np.partition(of_one, len(of_one) - k)[-k]
                 places = np.flatnonzero(of_one >= kth)
                 if len(places) > k:
                     if rank is None:
-                        rank = _ranks_of(self.corpus.ids(np.arange(start, stop)))
+                        rank = ranks_of(self.corpus.ids(np.arange(start, stop)))
                     ties = places[of_one[places] == kth]
                     ties = ties[np.argsort(rank[ties])]
                     places = np.concatenate([places[of_one[places] > kth], ties])[:k]
                 scores[line], rows[line] = of_one[places], places + start
         return scores, rows
-
-    def _exact_block(self, chosen: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """float32 (chosen, documents), the same as `_exact_scores` pair by pair, by a product of float64 matrices.
-
-        Another order of summation changes the float64 score by 1e-13 at the most, and the float32 score only where it
-        lies so close between two of them: those pairs are scored one by one.
-        """
-        queries = self.exact_queries[chosen]
-        lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries))
-        scores = np.empty((len(chosen), len(documents)), dtype=np.float32)
-        size = max(1, _EXACT_BYTES // (8 * self.corpus.dim))
-        for start in range(0, len(documents), size):
-            block = documents[start : start + size].astype(np.float64)
-            norms = _exact_norms(block)
-            product = queries @ block.T
-            if self.metric == "cos":
-                product /= norms
-                norms = np.ones_like(norms)
-            doubt = (self.corpus.dim + 16) * 2.0**-52 * lengths[:, None] * norms
-            rounded = product.astype(np.float32)
-            unclear = (product - doubt).astype(np.float32) != (product + doubt).astype(np.float32)
-            for line in np.flatnonzero(unclear.any(axis=1)):
-                places = np.flatnonzero(unclear[line])
-                rounded[line, places] = self._exact_scores(queries[line], documents[start + places])
-            scores[:, start : start + size] = rounded
-        return scores
-
-    def _exact_scores(self, query: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """float32 (m,) of a query and m documents. A pair's score depends on the pair alone.
-
-        einsum sums each row in one fixed order, wherever it lies; a matrix product does not.
-        """
-        exact = documents.astype(np.float64)
-        scores = np.einsum("md,d->m", exact, query)
-        if self.metric == "cos":
-            scores /= _exact_norms(exact)
-        return scores.astype(np.float32)
 
     def _ranked(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The k best of all candidates of the chosen queries, by exact score and id; float32 and int64 (chosen, k)."""
@@ -295,7 +256,7 @@ class _Search:
         used[rows[rows >= 0]] = True
         wanted = np.flatnonzero(used)
         # Each row is read once, in the order in which the rows lie, and as many together as memory should hold.
-        size = max(1, _EXACT_BYTES // (4 * self.corpus.dim))
+        size = max(1, exact_scores.BLOCK_BYTES // (4 * self.corpus.dim))
         for start in range(0, len(wanted), size):
             part = wanted[start : start + size]
             inside = (rows >= part[0]) & (rows <= part[-1])
@@ -315,7 +276,7 @@ class _Search:
         def score(line: int) -> None:
             places = np.flatnonzero(inside[line])
             found = documents(rows[line, places])
-            scores[line, places] = self._exact_scores(self.exact_queries[chosen[line]], found)
+            scores[line, places] = self.exact.of(chosen[line], found)
 
         for _ in self.pool.map(score, np.flatnonzero(inside.any(axis=1)).tolist()):
             pass
@@ -324,29 +285,6 @@ class _Search:
 def _rows_among(known: np.ndarray, documents: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Of documents whose rows are known, ascending, those of some rows."""
     return documents[np.searchsorted(known, rows)]
-
-
-def ordered(
-    scores: np.ndarray, rows: np.ndarray, k: int, ids: Callable[[np.ndarray], Sequence[Any]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The k best of each line by score, descending, then by id, ascending; row -1 stands for none and comes last.
-
-    Only ids of documents that tie are asked for.
-    """
-    order = np.argsort(-scores, axis=1, kind="stable")
-    scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
-    equal = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
-    lines = np.flatnonzero(equal.any(axis=1))
-    if len(lines):
-        tied = np.zeros((len(lines), scores.shape[1]), dtype=bool)
-        tied[:, 1:] |= equal[lines]
-        tied[:, :-1] |= equal[lines]
-        known = np.unique(rows[lines][tied])
-        ranks = np.zeros(tied.shape, dtype=np.int64)
-        ranks[tied] = _ranks_of(ids(known))[np.searchsorted(known, rows[lines][tied])]
-        order = np.lexsort((ranks, -scores[lines]), axis=1)
-        rows[lines] = np.take_along_axis(rows[lines], order, axis=1)
-    return scores[:, :k], rows[:, :k]
 
 
 def _threads() -> int:
@@ -384,21 +322,3 @@ def _matrix_products(dimension: int) -> Iterator[None]:
         yield
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
-
-
-def _ranks_of(ids: Sequence[Any]) -> np.ndarray:
-    """The place of each id in the order of all of them."""
-    ranks = np.empty(len(ids), dtype=np.int64)
-    ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
-    return ranks
-
-
-def _exact_norms(documents: np.ndarray) -> np.ndarray:
-    """Lengths of float64 vectors, 1 for a zero vector, which scores zero then."""
-    norms = np.sqrt(np.einsum("nd,nd->n", documents, documents))
-    return np.where(norms > 0, norms, 1)
-
-
-def _exact_units(queries: np.ndarray) -> np.ndarray:
-    exact = queries.astype(np.float64)
-    return exact / _exact_norms(exact)[:, None]
