@@ -1,9 +1,9 @@
 """Our exact search beside beir's DenseRetrievalExactSearch, on the same embeddings, in turns within one run.
 
 Both search through BEIR's interface with a model that hands out embeddings it has. What is timed of theirs begins when
-the first block of the corpus is "encoded": scores, top k, and its heaps. Sorting the corpus by length, which it does before,
-is not counted. Of ours it is all that follows encoding: preparing the
-index, the search, and the dictionary of results.
+the first block of the corpus is "encoded": scores, top k, and its heaps. Sorting the corpus by length, which it does
+before, is not counted. Of ours it is all that follows encoding: preparing the index, the search, and the dictionary of
+results.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ def measure_beir(settings: SearchBenchSettings, progress: Callable[[str], None] 
         times["theirs"].append(seconds)
         cpu["ours"].append((cpu_before + cpu_after) / 2)
         cpu["theirs"].append(cpu_theirs)
-        progress(
-            f"turn {turn + 1} of {settings.repeats}: beir {seconds:.2f} s ({cpu_theirs:.2f} s of CPU), ours {after:.2f} s"
-        )
+        progress(f"turn {turn + 1} of {settings.repeats}: beir {seconds:.2f} s ({cpu_theirs:.2f}), ours {after:.2f} s")
     ratios = [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)]
     return [
         {
