@@ -141,7 +141,7 @@ class _Bar:
     def __enter__(self) -> _Bar:
         if not self._bar.disable:
             # Counting a large file takes a while, and encoding need not wait for it.
-            threading.Thread(target=self._count, daemon=True).start()
+            _in_background(self._count)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -152,13 +152,17 @@ class _Bar:
 
     def shard_done(self, progress: Progress) -> None:
         found, self._kept = progress.kept - self._kept, progress.kept
-        if found:
+        if found and not self._bar.disable:
             self._bar.initial += found  # what lay there says nothing about our speed
             self._bar.update(found)
 
     def _count(self) -> None:
         with suppress(DataError, OSError, EOFError, zlib.error, ValueError):
             self._bar.total = -(-count_roughly(self._source) // self._ranks)
+
+
+def _in_background(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, daemon=True).start()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
