@@ -26,7 +26,7 @@ COMMANDS = {
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
     "bench": (
         "contaccum.benchmarks.command",
-        "measure updates, the loss, the trainer, samplers, readers, mining, long runs",
+        "measure updates, the loss, the trainer, samplers, readers, mining, encoding, long runs",
     ),
 }
 
