@@ -127,13 +127,18 @@ class _Team(NamedTuple):
 
 def _team(args: argparse.Namespace) -> _Team:
     """Who else encodes; sets the device of this process where several share the machine's."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
         if args.device is not None:
             check_device(args.device)
         return _Team(0, 1, nullcontext, lambda: None)
+    import torch
     from accelerate import PartialState
 
-    state = PartialState(cpu=args.device == "cpu")
+    # Unless it is told so, accelerate takes each process of a machine without an accelerator for the only one.
+    state = PartialState(cpu=args.device == "cpu" or (args.device is None and not torch.accelerator.is_available()))
+    if state.num_processes != size:
+        raise ConfigError(f"{size} processes cannot work together on {state.device} (give them --device cpu)")
     if args.device is None:
         args.device = str(state.device)
     check_device(args.device)

@@ -233,10 +233,10 @@ def test_a_store_of_another_corpus_is_refused_before_anything_is_encoded(
 @pytest.mark.slow
 def test_two_processes_end_with_the_store_of_one(root: Path, whole: Path, tmp_path: Path) -> None:
     words = ["encode", root / "model", "--corpus", root / "corpus.jsonl", "--output", tmp_path / "s"]
-    words += ["--no_progress", "--device", "cpu", "--shard_size", "16"]
+    words += ["--no_progress", "--shard_size", "16"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "contaccum.cli", *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = EmbeddingStore.open(tmp_path / "s"), EmbeddingStore.open(whole)
