@@ -28,7 +28,7 @@ COMMANDS = {
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
     "bench": (
         "contaccum.benchmarks.command",
-        "measure updates, the loss, the trainer, samplers, readers, mining, search, long runs",
+        "measure updates, the loss, the trainer, samplers, readers, mining, encoding, search, long runs",
     ),
 }
 

@@ -24,18 +24,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum bench update|trainer|loss|sampler|readers|load|mine [OPTIONS]``.
+    """``contaccum bench update|trainer|loss|sampler|readers|load|mine|encode|search [OPTIONS]``.
 
     Returns:
-        the exit code: 1 when a bound of ``load`` is broken.
+        the exit code: 1 when a bound of ``load`` is broken, or ``search --beir`` finds other documents.
     """
     if argv and argv[0] == "mine":
         from contaccum.benchmarks.mining import run as run_mining
 
         return run_mining(argv[1:])
+    if argv and argv[0] == "encode":
+        from contaccum.benchmarks.encode import run as run_encode
+
+        return run_encode(argv[1:])
+    if argv and argv[0] == "search":
+        from contaccum.benchmarks.search import run as run_search
+
+        return run_search(argv[1:])
     if not argv or argv[0] not in ("update", "trainer", "loss", "sampler", "readers", "load"):
         given = f"no benchmark {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        raise ConfigError(f"{given}say which: contaccum bench update, trainer, loss, sampler, readers, load or mine")
+        raise ConfigError(
+            f"{given}say which: contaccum bench update, trainer, loss, sampler, readers, load, mine, encode or search"
+        )
     options = _parse(argv[0], argv[1:])
     from contaccum.benchmarks.load import LoadSettings, measure_load
     from contaccum.benchmarks.loss import measure_loss

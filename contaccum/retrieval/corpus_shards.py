@@ -22,7 +22,7 @@ from contaccum.data.seen_ids import SeenIds
 from contaccum.errors import DataError
 from contaccum.retrieval.store_writer import StoreWriter
 
-_IDS_AT_A_TIME = 8192
+_IDS_AT_A_TIME = 4096
 
 
 class CorpusShard(NamedTuple):

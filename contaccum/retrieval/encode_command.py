@@ -16,6 +16,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from contaccum.data.beir_folder import beir_file
 from contaccum.data.passages import Passage, count_roughly, read_passages
 from contaccum.data.questions import load_questions
@@ -41,7 +43,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     team = _team(args)
-    report = RecordReport(args.on_bad_record)
     # What cannot be read is refused before a model is loaded.
     next(read_source(args.corpus, args.kind, RecordReport(args.on_bad_record)), None)
     check_folder(args.output)
@@ -57,8 +58,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             writer = StoreWriter.join(args.output, identity)
     team.part()
 
-    passages = read_source(args.corpus, args.kind, report)
-    shards = corpus_shards(distinct_passages(passages, args.corpus, report), args.shard_size)
+    report = RecordReport(args.on_bad_record)
     started = time.perf_counter()
     with _Bar(args, team) as bar:
 
@@ -67,11 +67,10 @@ def run(argv: Sequence[str] | None = None) -> int:
                 model, texts, args.kind, args.batch_size, autocast_dtype, show_progress=False, on_encoded=bar.encoded
             )
 
-        progress = encode_shards(shards, encode, writer, team.rank, team.size, bar.shard_done)
+        progress, whole = fill_store(
+            writer, args.corpus, args.kind, report, encode, team.rank, team.size, bar.shard_done
+        )
     seconds = time.perf_counter() - started
-    report.refuse_if_nothing_left(args.corpus, report.used, "passages")
-    ending = {"path": redact(str(args.corpus)), "fingerprint": progress.fingerprint, "records": report.summary()}
-    whole = writer.finish(progress.shards, {"corpus": ending})
     if team.rank == 0:
         print(report.summary())
     speed = f", {progress.encoded / seconds:,.0f} a second" if progress.encoded else ""
@@ -81,6 +80,25 @@ def run(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"{mine}; other ranks are still at work")
     return 0
+
+
+def fill_store(
+    writer: StoreWriter,
+    corpus: Path,
+    kind: Kind,
+    report: RecordReport,
+    encode: Callable[[list[str]], np.ndarray],
+    rank: int = 0,
+    ranks: int = 1,
+    after_shard: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[Progress, bool]:
+    """Read a corpus, encode what the store lacks of it (see `encode_shards`), and whether the store is whole then."""
+    passages = distinct_passages(read_source(corpus, kind, report), corpus, report)
+    shards = corpus_shards(passages, writer.about["shard_size"])
+    progress = encode_shards(shards, encode, writer, rank, ranks, after_shard)
+    report.refuse_if_nothing_left(corpus, report.used, "passages")
+    about = {"path": redact(str(corpus)), "fingerprint": progress.fingerprint, "records": report.summary()}
+    return progress, writer.finish(progress.shards, {"corpus": about})
 
 
 def read_source(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
@@ -109,13 +127,18 @@ class _Team(NamedTuple):
 
 def _team(args: argparse.Namespace) -> _Team:
     """Who else encodes; sets the device of this process where several share the machine's."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
         if args.device is not None:
             check_device(args.device)
         return _Team(0, 1, nullcontext, lambda: None)
+    import torch
     from accelerate import PartialState
 
-    state = PartialState(cpu=args.device == "cpu")
+    # Unless it is told so, accelerate takes each process of a machine without an accelerator for the only one.
+    state = PartialState(cpu=args.device == "cpu" or (args.device is None and not torch.accelerator.is_available()))
+    if state.num_processes != size:
+        raise ConfigError(f"{size} processes cannot work together on {state.device} (give them --device cpu)")
     if args.device is None:
         args.device = str(state.device)
     check_device(args.device)
@@ -141,7 +164,7 @@ class _Bar:
     def __enter__(self) -> _Bar:
         if not self._bar.disable:
             # Counting a large file takes a while, and encoding need not wait for it.
-            threading.Thread(target=self._count, daemon=True).start()
+            _in_background(self._count)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -152,13 +175,17 @@ class _Bar:
 
     def shard_done(self, progress: Progress) -> None:
         found, self._kept = progress.kept - self._kept, progress.kept
-        if found:
+        if found and not self._bar.disable:
             self._bar.initial += found  # what lay there says nothing about our speed
             self._bar.update(found)
 
     def _count(self) -> None:
         with suppress(DataError, OSError, EOFError, zlib.error, ValueError):
             self._bar.total = -(-count_roughly(self._source) // self._ranks)
+
+
+def _in_background(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, daemon=True).start()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

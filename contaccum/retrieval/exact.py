@@ -11,23 +11,22 @@ What a slice is searched with is the caller's: `CpuSlices` here, `gpus.GpuSlices
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from contaccum.retrieval import exact_scores
+from contaccum.retrieval.exact_scores import ExactScores, Metric, ordered, ranks_of
 from contaccum.retrieval.rows import EmbeddingRows, norms_of, slices, unit_or_same
 
 logger = logging.getLogger(__name__)
 
-Metric = Literal["cos", "dot"]
-
 # Candidates (float32 and int64) held for the queries that are searched together: half a gigabyte.
 _HELD = 2**25
-# Float64 copies of documents scored at a time: 64 MB.
-_EXACT_BYTES = 2**26
 # Fewer queries than this are not worth a thread of their own.
 _QUERIES_PER_THREAD = 64
 
@@ -71,19 +70,13 @@ class CpuSlices:
         return (dimension + 16) * 2.0**-24, 0.0
 
     def search(self, documents: np.ndarray, first: int, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        import faiss
-
-        threads = _threads()
-        groups = max(1, min(threads, len(queries) // _QUERIES_PER_THREAD))
-        if groups == 1:
-            return faiss.knn(queries, documents, k, faiss.METRIC_INNER_PRODUCT)
-        with ThreadPoolExecutor(groups, initializer=faiss.omp_set_num_threads, initargs=(threads // groups,)) as pool:
-            parts = list(
-                pool.map(
-                    lambda part: faiss.knn(part, documents, k, faiss.METRIC_INNER_PRODUCT),
-                    np.array_split(queries, groups),
-                )
-            )
+        groups = max(1, min(_threads(), len(queries) // _QUERIES_PER_THREAD))
+        with _matrix_products(queries.shape[1]):
+            if groups == 1:
+                return _best_products(documents, k, queries)
+            each = _threads() // groups
+            with ThreadPoolExecutor(groups, initializer=_use_threads, initargs=(each,)) as pool:
+                parts = list(pool.map(partial(_best_products, documents, k), np.array_split(queries, groups)))
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
@@ -137,7 +130,7 @@ class _Search:
         norms = norms_of(queries, "query embedding", first_query)
         self.scaled = np.ascontiguousarray(unit_or_same(queries, norms, metric))
         self.norms = norms if metric == "dot" else np.ones_like(norms)
-        self.exact_queries = _exact_units(queries) if metric == "cos" else queries.astype(np.float64)
+        self.exact = ExactScores(queries, metric)
         # A k beyond what a slice can give comes together from several.
         size = slice_rows or searcher.slice_rows
         if searcher.max_fetch is not None and k > searcher.max_fetch:
@@ -235,57 +228,20 @@ class _Search:
         scores = np.empty((len(chosen), k), dtype=np.float32)
         rows = np.empty((len(chosen), k), dtype=np.int64)
         rank = None
-        size = max(1, _EXACT_BYTES // (8 * (stop - start)))
+        size = max(1, exact_scores.BLOCK_BYTES // (8 * (stop - start)))
         for begin in range(0, len(chosen), size):
-            of_all = self._exact_block(chosen[begin : begin + size], documents)
+            of_all = self.exact.of_all(chosen[begin : begin + size], documents)
             for line, of_one in enumerate(of_all, start=begin):
                 kth = np.partition(of_one, len(of_one) - k)[-k]
                 places = np.flatnonzero(of_one >= kth)
                 if len(places) > k:
                     if rank is None:
-                        rank = _ranks_of(self.corpus.ids(np.arange(start, stop)))
+                        rank = ranks_of(self.corpus.ids(np.arange(start, stop)))
                     ties = places[of_one[places] == kth]
                     ties = ties[np.argsort(rank[ties])]
                     places = np.concatenate([places[of_one[places] > kth], ties])[:k]
                 scores[line], rows[line] = of_one[places], places + start
         return scores, rows
-
-    def _exact_block(self, chosen: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """float32 (chosen, documents), the same as `_exact_scores` pair by pair, by a product of float64 matrices.
-
-        Another order of summation changes the float64 score by 1e-13 at the most, and the float32 score only where it
-        lies so close between two of them: those pairs are scored one by one.
-        """
-        queries = self.exact_queries[chosen]
-        lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries))
-        scores = np.empty((len(chosen), len(documents)), dtype=np.float32)
-        size = max(1, _EXACT_BYTES // (8 * self.corpus.dim))
-        for start in range(0, len(documents), size):
-            block = documents[start : start + size].astype(np.float64)
-            norms = _exact_norms(block)
-            product = queries @ block.T
-            if self.metric == "cos":
-                product /= norms
-                norms = np.ones_like(norms)
-            doubt = (self.corpus.dim + 16) * 2.0**-52 * lengths[:, None] * norms
-            rounded = product.astype(np.float32)
-            unclear = (product - doubt).astype(np.float32) != (product + doubt).astype(np.float32)
-            for line in np.flatnonzero(unclear.any(axis=1)):
-                places = np.flatnonzero(unclear[line])
-                rounded[line, places] = self._exact_scores(queries[line], documents[start + places])
-            scores[:, start : start + size] = rounded
-        return scores
-
-    def _exact_scores(self, query: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """float32 (m,) of a query and m documents. A pair's score depends on the pair alone.
-
-        einsum sums each row in one fixed order, wherever it lies; a matrix product does not.
-        """
-        exact = documents.astype(np.float64)
-        scores = np.einsum("md,d->m", exact, query)
-        if self.metric == "cos":
-            scores /= _exact_norms(exact)
-        return scores.astype(np.float32)
 
     def _ranked(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The k best of all candidates of the chosen queries, by exact score and id; float32 and int64 (chosen, k)."""
@@ -300,7 +256,7 @@ class _Search:
         used[rows[rows >= 0]] = True
         wanted = np.flatnonzero(used)
         # Each row is read once, in the order in which the rows lie, and as many together as memory should hold.
-        size = max(1, _EXACT_BYTES // (4 * self.corpus.dim))
+        size = max(1, exact_scores.BLOCK_BYTES // (4 * self.corpus.dim))
         for start in range(0, len(wanted), size):
             part = wanted[start : start + size]
             inside = (rows >= part[0]) & (rows <= part[-1])
@@ -320,7 +276,7 @@ class _Search:
         def score(line: int) -> None:
             places = np.flatnonzero(inside[line])
             found = documents(rows[line, places])
-            scores[line, places] = self._exact_scores(self.exact_queries[chosen[line]], found)
+            scores[line, places] = self.exact.of(chosen[line], found)
 
         for _ in self.pool.map(score, np.flatnonzero(inside.any(axis=1)).tolist()):
             pass
@@ -331,29 +287,6 @@ def _rows_among(known: np.ndarray, documents: np.ndarray, rows: np.ndarray) -> n
     return documents[np.searchsorted(known, rows)]
 
 
-def ordered(
-    scores: np.ndarray, rows: np.ndarray, k: int, ids: Callable[[np.ndarray], Sequence[Any]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The k best of each line by score, descending, then by id, ascending; row -1 stands for none and comes last.
-
-    Only ids of documents that tie are asked for.
-    """
-    order = np.argsort(-scores, axis=1, kind="stable")
-    scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
-    equal = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
-    lines = np.flatnonzero(equal.any(axis=1))
-    if len(lines):
-        tied = np.zeros((len(lines), scores.shape[1]), dtype=bool)
-        tied[:, 1:] |= equal[lines]
-        tied[:, :-1] |= equal[lines]
-        known = np.unique(rows[lines][tied])
-        ranks = np.zeros(tied.shape, dtype=np.int64)
-        ranks[tied] = _ranks_of(ids(known))[np.searchsorted(known, rows[lines][tied])]
-        order = np.lexsort((ranks, -scores[lines]), axis=1)
-        rows[lines] = np.take_along_axis(rows[lines], order, axis=1)
-    return scores[:, :k], rows[:, :k]
-
-
 def _threads() -> int:
     """Those that FAISS uses, so that one setting (OMP_NUM_THREADS) is for both."""
     import faiss
@@ -361,19 +294,31 @@ def _threads() -> int:
     return faiss.omp_get_max_threads()
 
 
-def _ranks_of(ids: Sequence[Any]) -> np.ndarray:
-    """The place of each id in the order of all of them."""
-    ranks = np.empty(len(ids), dtype=np.int64)
-    ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
-    return ranks
+def _use_threads(number: int) -> None:
+    """Of FAISS, in the thread that calls this."""
+    import faiss
+
+    faiss.omp_set_num_threads(number)
 
 
-def _exact_norms(documents: np.ndarray) -> np.ndarray:
-    """Lengths of float64 vectors, 1 for a zero vector, which scores zero then."""
-    norms = np.sqrt(np.einsum("nd,nd->n", documents, documents))
-    return np.where(norms > 0, norms, 1)
+def _best_products(documents: np.ndarray, k: int, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    import faiss
+
+    return faiss.knn(queries, documents, k, faiss.METRIC_INNER_PRODUCT)
 
 
-def _exact_units(queries: np.ndarray) -> np.ndarray:
-    exact = queries.astype(np.float64)
-    return exact / _exact_norms(exact)[:, None]
+@contextmanager
+def _matrix_products(dimension: int) -> Iterator[None]:
+    """Let FAISS multiply matrices from eight queries on.
+
+    FAISS 1.15 takes the products one by one below 128,000 numbers (333 queries of 384 dimensions), at a fifteenth of
+    the speed. Before, its bound was twenty queries.
+    """
+    import faiss
+
+    before = faiss.cvar.distance_compute_blas_threshold
+    faiss.cvar.distance_compute_blas_threshold = min(before, 8 * dimension)
+    try:
+        yield
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = before

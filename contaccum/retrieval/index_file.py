@@ -19,7 +19,7 @@ import numpy as np
 from contaccum.data.records import one_line
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.results import write_atomically
-from contaccum.retrieval.exact import Metric
+from contaccum.retrieval.exact_scores import Metric
 from contaccum.retrieval.gpus import GpuMode, find_gpus, reason
 from contaccum.retrieval.index import DenseIndex, check_factory, ready_index
 from contaccum.retrieval.rows import EmbeddingRows

@@ -26,7 +26,7 @@ from contaccum.evaluation.provenance import git_commit, package_versions
 from contaccum.evaluation.results import require_writable, trec_lines, write_atomically
 from contaccum.redaction import redact
 from contaccum.retrieval.encoding import AUTOCAST_DTYPES, encode_texts
-from contaccum.retrieval.exact import Metric
+from contaccum.retrieval.exact_scores import Metric
 from contaccum.retrieval.gpus import GPU_MODES, find_gpus
 from contaccum.retrieval.index import DenseIndex, build_index, check_factory, search
 from contaccum.retrieval.index_file import load_index, read_description, save_index, store_fingerprint

@@ -19,7 +19,7 @@ from beir.retrieval.search import BaseSearch
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.retrieval.encoding import check_autocast_dtype, encode_corpus, encode_queries
-from contaccum.retrieval.exact import Metric
+from contaccum.retrieval.exact_scores import Metric
 from contaccum.retrieval.gpus import GpuMode
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.recall import recall_against_exact

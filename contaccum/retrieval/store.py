@@ -183,7 +183,9 @@ def read_about(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(one_line(f"{folder / ABOUT}: cannot be read: {error} (encode the corpus again)")) from error
+        raise DataError(
+            one_line(f"{folder / ABOUT}: cannot be read: {error} (remove the folder and encode again)")
+        ) from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise DataError(
             one_line(f"{folder / ABOUT}: is not of a store of embeddings (write one with contaccum encode)")

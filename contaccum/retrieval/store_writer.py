@@ -146,11 +146,10 @@ class StoreWriter:
             return False
         found = [shard for shard in told if shard is not None]
         dimensions = {shard["dimension"] for shard in found}
-        beyond = [
-            path.name for path in self.folder.glob("shard-*") if path.name >= shard_folder(self.folder, shards).name
-        ]
+        names = (path.name for path in self.folder.glob("shard-*"))
+        beyond = [name for name in names if name[6:].isdigit() and int(name[6:]) >= shards]
         if len(dimensions) > 1 or beyond:
-            what = beyond[0] if beyond else f"embeddings of {sorted(dimensions)} numbers"
+            what = min(beyond) if beyond else f"embeddings of {sorted(dimensions)} numbers"
             raise DataError(one_line(f"{self.folder}: {what} does not belong to it (start anew with --overwrite)"))
         about = {
             **{name: value for name, value in self.about.items() if name != "software"},

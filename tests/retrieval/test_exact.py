@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from contaccum.errors import UserError
-from contaccum.retrieval import exact
+from contaccum.retrieval import exact, exact_scores
 from contaccum.retrieval.exact import CpuSlices, exact_search
 from contaccum.retrieval.rows import ArrayRows
 
@@ -66,7 +66,7 @@ def test_slices_threads_and_batches_change_no_bit(metric, kind, monkeypatch):
     try:
         faiss.omp_set_num_threads(2)
         monkeypatch.setattr(exact, "_HELD", 4000)
-        monkeypatch.setattr(exact, "_EXACT_BYTES", 5000)
+        monkeypatch.setattr(exact_scores, "BLOCK_BYTES", 5000)
         for one, other in zip(
             once, exact_search(ArrayRows(documents, ids), queries, 40, metric, slice_rows=100), strict=True
         ):
