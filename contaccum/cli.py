@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": ("contaccum.evaluation.command", "score a model on BEIR data with FAISS"),
     "open_qa": ("contaccum.evaluation.open_qa", "score passage retrieval for questions by answer match, as DPR does"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
+    "report": ("contaccum.reports.command", "draw runs, comparisons and evaluations as one HTML page"),
     "bench": (
         "contaccum.benchmarks.command",
         "measure updates, the loss, the trainer, samplers, readers, mining, long runs",
