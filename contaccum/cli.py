@@ -26,6 +26,7 @@ COMMANDS = {
     "open_qa": ("contaccum.evaluation.open_qa", "score passage retrieval for questions by answer match, as DPR does"),
     "reproduce": ("contaccum.reproduction.command", "the paper's main table, from download to score"),
     "compare": ("contaccum.comparison.command", "train methods side by side and report which is better"),
+    "report": ("contaccum.reports.command", "draw runs, comparisons and evaluations as one HTML page"),
     "bench": (
         "contaccum.benchmarks.command",
         "measure updates, the loss, the trainer, samplers, readers, mining, encoding, search, long runs",

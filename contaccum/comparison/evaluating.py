@@ -6,22 +6,19 @@ wrapper, clock and peak memory are as before afterwards.
 
 from __future__ import annotations
 
-import hashlib
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.data.beir_folder import BeirDataset
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import evaluate_beir, load_data
+from contaccum.evaluation.sampling import sample
+from contaccum.training.undisturbed import forget_peak_memory, unchanged_random_states
 
 # Metric as evaluate_beir names it -> as the report does. The first is the one that curves and maps show.
 METRICS = {"NDCG@10": "nDCG@10", "Recall@100": "Recall@100", "MRR@10": "MRR@10", "Accuracy@20": "Top-20 accuracy"}
@@ -68,46 +65,6 @@ class EvaluationSettings:
         """What decides the scores; ``sets`` as :func:`describe` tells them."""
         settings = {key: value for key, value in asdict(self).items() if key not in ("data", "batch_size")}
         return {**settings, "sets": {str(s["name"]): s["fingerprint"] for s in sets}, "curve": sets[0]["name"]}
-
-
-def sample(dataset: BeirDataset, queries: int | None = None, corpus: int | None = None) -> BeirDataset:
-    """The same part of a data set every time: what has the smallest hashes of its ids.
-
-    Args:
-        queries: judged queries to keep; None: all.
-        corpus: documents to keep; every relevant document of a kept query is among them, even where these are more.
-            Judgements of documents that are left out go as well.
-    """
-    if (queries is None or queries >= len(dataset.queries)) and (corpus is None or corpus >= len(dataset.corpus)):
-        return dataset
-    kept_queries = set(sorted(dataset.queries, key=_order)[:queries])
-    positives = {
-        document
-        for query in kept_queries
-        for document, grade in dataset.qrels[query].items()
-        if grade > 0 and document in dataset.corpus
-    }
-    if corpus is None:
-        kept = set(dataset.corpus)
-    else:
-        others = sorted((document for document in dataset.corpus if document not in positives), key=_order)
-        kept = positives | set(others[: max(0, corpus - len(positives))])
-    digest = hashlib.sha256(f"{dataset.fingerprint} queries={queries} corpus={corpus}".encode())
-    return replace(
-        dataset,
-        corpus={document: text for document, text in dataset.corpus.items() if document in kept},
-        queries={query: text for query, text in dataset.queries.items() if query in kept_queries},
-        qrels={
-            query: {document: grade for document, grade in judged.items() if document in kept}
-            for query, judged in dataset.qrels.items()
-            if query in kept_queries
-        },
-        fingerprint=digest.hexdigest(),
-    )
-
-
-def _order(identifier: str) -> bytes:
-    return hashlib.sha256(identifier.encode()).digest()
 
 
 def describe(dataset: BeirDataset) -> dict[str, Any]:
@@ -206,18 +163,6 @@ class CurveCallback(TrainerCallback):
 
 
 @contextmanager
-def unchanged_random_states() -> Iterator[None]:
-    """Whatever is drawn inside, from Python's, numpy's or torch's generators, is not missing afterwards."""
-    python, legacy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
-
-
-@contextmanager
 def _plain_forward(model: Any) -> Iterator[None]:
     # In mixed precision, accelerate hangs an autocasting forward on the very model that is trained.
     wrapped = model.__dict__.pop("forward", None) if hasattr(model, "_original_forward") else None
@@ -226,14 +171,3 @@ def _plain_forward(model: Any) -> Iterator[None]:
     finally:
         if wrapped is not None:
             model.__dict__["forward"] = wrapped
-
-
-def forget_peak_memory(device: torch.device) -> None:
-    """Start measuring the peak anew, so that an evaluation's is not taken for the training's; where the system can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return

@@ -13,12 +13,12 @@ import numpy as np
 from contaccum.comparison.evaluating import METRICS
 from contaccum.comparison.plan import Plan
 from contaccum.comparison.report import Results
+from contaccum.training.curves import mass_by_age
 
 _COLUMNS = 3
 _MAX_HEAT_ROWS = 40
 _POINTS = 200  # more would not be seen
 METRIC = next(iter(METRICS))
-_AGE = "bank_mass_age_"
 _BANK_PANELS = {
     "drift_shift_passage": "drift: mean shift of passages / spread",
     "drift_residual_passage": "drift: what is left of it / spread",
@@ -54,7 +54,7 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
     fields = _fields(logs)
     panels += [("log", name, name) for name in ("grad_norm_ratio", "loss") if name in fields]
     panels += [("log", key, label) for key, label in _BANK_PANELS.items() if key in fields]
-    stacked = next((name for name in groups.values() if _mass_keys(plan, name, logs)), None)
+    stacked = next((name for name in groups.values() if _masses(plan, name, logs)[0]), None)
     panels += [("mass", stacked, "share of the local rows' softmax")] if stacked is not None else []
     panels += [("final", "", shown)]
 
@@ -103,29 +103,17 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
     plt.close(figure)
 
 
-def _mass_keys(plan: Plan, name: str, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The log's ``bank_mass_age_A`` of a group, youngest first; none where there is no past in the bank."""
-    records = logs.get(next(iter(plan.groups[name].runs.values())).name) or []
-    found = {key for record in records for key in record if key.startswith(_AGE)}
-    return sorted(found, key=lambda key: int(key.removeprefix(_AGE))) if len(found) > 1 else []
+def _masses(plan: Plan, name: str, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
+    """`mass_by_age` of a group's first seed."""
+    return mass_by_age(logs.get(next(iter(plan.groups[name].runs.values())).name) or [])
 
 
 def _draw_masses(axes: Any, plan: Plan, name: str, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Where the softmax of the local rows lies: negatives in the batch, and banked passages by age. The first seed."""
-    records = logs[next(iter(plan.groups[name].runs.values())).name]
-    records = [record for record in records if "in_batch_mass" in record]
-    keys = _mass_keys(plan, name, logs)
-    ends = [*(int(key.removeprefix(_AGE)) for key in keys[1:]), None]
-    names = ["in the batch"]
-    for key, end in zip(keys, ends, strict=True):
-        start = int(key.removeprefix(_AGE))
-        span = (
-            f"{start}" if end is not None and end - start == 1 else f"{start}+" if end is None else f"{start}-{end - 1}"
-        )
-        names.append(f"banked, {span} updates old" if start else "banked in this update")
-    values = [[float(record.get(key, 0.0)) for record in records] for key in ("in_batch_mass", *keys)]
-    colours = ["lightgrey", *(f"{0.25 + 0.6 * i / len(keys):.2f}" for i in range(len(keys)))]
-    axes.stackplot([record["update"] for record in records], values, labels=names, colors=colours)
+    updates, layers = _masses(plan, name, logs)
+    colours = ["lightgrey", *(f"{0.25 + 0.6 * i / (len(layers) - 1):.2f}" for i in range(len(layers) - 1))]
+    values = [shares for _, shares in layers]
+    axes.stackplot(updates, values, labels=[label for label, _ in layers], colors=colours)
     axes.set(title=name, ylim=(0, 1))
     axes.title.set_fontsize(9)
     axes.legend(fontsize=7, loc="upper right")

@@ -58,7 +58,7 @@ def read_earlier(path: Path, ours: Sequence[DataIdentity], metric: str) -> Earli
     """
     scores: dict[str, Scores] = {}
     left_out: list[str] = []
-    for file in _record_files(path):
+    for file in record_files(path):
         record = read_result(file)
         theirs = record["data"]
         about = f"{theirs.get('name')} {theirs.get('split')} (fingerprint {str(theirs.get('fingerprint'))[:12]})"
@@ -94,7 +94,7 @@ def _named_alike(data: DataIdentity, theirs: Mapping[str, Any]) -> bool:
     return theirs.get("split") == data.split and theirs.get("name") == data.name.rpartition("/")[2]
 
 
-def _record_files(path: Path) -> list[Path]:
+def record_files(path: Path) -> list[Path]:
     """The record that `path` is, or those that a summary lists, beside which they lie."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -22,6 +22,7 @@ _TREC_MEASURES = {
     "Recall": ("recall", "recall_"),
     "P": ("P", "P_"),
 }
+KINDS = (*_TREC_MEASURES, "MRR", "Accuracy")
 
 
 def score_run(
@@ -77,7 +78,7 @@ def check_metrics(names: Sequence[str], k_values: Sequence[int]) -> tuple[str, .
     known = metric_names(k_values)
     for name in names:
         if name not in known:
-            kinds = ", ".join((*_TREC_MEASURES, "MRR", "Accuracy"))
+            kinds = ", ".join(KINDS)
             cuts = ", ".join(map(str, k_values))
             raise ConfigError(
                 f"there is no metric {name!r}: write a kind ({kinds}), @ and one of k_values ({cuts}), such as "

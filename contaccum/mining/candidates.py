@@ -132,13 +132,11 @@ class DenseSearch:
         return np.split(scores, np.cumsum(counts)[:-1])
 
 
-class BM25Search:
+class BM25Index:
     """Passages by BM25 (bm25s, Lucene's variant): lower-cased words of two letters or more, no stemming, no stop words.
 
-    A passage without a word of the query is no candidate. Positives from outside the pool are part of the statistics,
-    so that they have a score.
-
     Args:
+        where: what the passages are from, for the message.
         k1, b: saturation of term frequency, and how far long passages are held back; 0.9 and 0.4 are DPR's.
 
     Raises:
@@ -146,19 +144,17 @@ class BM25Search:
         DataError: no passage has a word.
     """
 
-    def __init__(self, data: MiningData, k1: float = 0.9, b: float = 0.4, show_progress: bool = True) -> None:
+    def __init__(
+        self, passages: list[str], where: str, k1: float = 0.9, b: float = 0.4, show_progress: bool = True
+    ) -> None:
         check_bm25(k1, b)
         import bm25s
 
-        self.data, self.k1, self.b = data, k1, b
-        self.timing: dict[str, float] = defaultdict(float)
-        started = time.perf_counter()
-        words = self._words([document.passage for document in data.documents], show_progress)
+        words = self._words(passages, show_progress)
         if not any(words):
-            raise DataError(one_line(f"{data.record['path']}: no passage has a word of two letters for BM25 to find"))
+            raise DataError(one_line(f"{where}: no passage has a word of two letters for BM25 to find"))
         self.bm25 = bm25s.BM25(k1=k1, b=b)
         self.bm25.index(words, show_progress=show_progress)
-        self.timing["index_seconds"] = time.perf_counter() - started
 
     @staticmethod
     def _words(texts: list[str], show_progress: bool = False) -> list[list[str]]:
@@ -166,20 +162,51 @@ class BM25Search:
 
         return bm25s.tokenize(texts, stopwords=[], return_ids=False, show_progress=show_progress)
 
+    def scores(self, query: str) -> np.ndarray | None:
+        """Of all passages (n,); None for a query without a word."""
+        (words,) = self._words([query])
+        return self.bm25.get_scores(words) if words else None
+
+    def best(self, query: str, k: int) -> np.ndarray:
+        """Rows of the k' <= k passages that score best, above 0, best first; equal ones in order of the row."""
+        scores = self.scores(query)
+        return np.empty(0, dtype=np.int64) if scores is None else _best(scores, k)
+
+
+class BM25Search:
+    """Passages by :class:`BM25Index`.
+
+    A passage without a word of the query is no candidate. Positives from outside the pool are part of the statistics,
+    so that they have a score.
+
+    Args:
+        k1, b: see `BM25Index`.
+
+    Raises:
+        ConfigError: bm25s is not installed, or a parameter out of range.
+        DataError: no passage has a word.
+    """
+
+    def __init__(self, data: MiningData, k1: float = 0.9, b: float = 0.4, show_progress: bool = True) -> None:
+        self.data, self.k1, self.b = data, k1, b
+        self.timing: dict[str, float] = defaultdict(float)
+        started = time.perf_counter()
+        passages = [document.passage for document in data.documents]
+        self.index = BM25Index(passages, str(data.record["path"]), k1, b, show_progress)
+        self.timing["index_seconds"] = time.perf_counter() - started
+
     def find(self, numbers: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         started = time.perf_counter()
         k = min(k, self.data.pool_size)
         rows = np.full((len(numbers), k), -1, dtype=np.int64)
         scores = np.full((len(numbers), k), -np.inf, dtype=np.float32)
         positive_scores = []
-        for line, (number, words) in enumerate(
-            zip(numbers, self._words([self.data.queries[number] for number in numbers]), strict=True)
-        ):
+        for line, number in enumerate(numbers):
             positives = self.data.positives[number]
-            if not words:
+            of_all = self.index.scores(self.data.queries[number])
+            if of_all is None:
                 positive_scores.append(np.zeros(len(positives), dtype=np.float32))
                 continue
-            of_all = self.bm25.get_scores(words)
             positive_scores.append(of_all[positives])
             best = _best(of_all[: self.data.pool_size], k)
             rows[line, : len(best)], scores[line, : len(best)] = best, of_all[best]
@@ -197,7 +224,7 @@ def check_bm25(k1: float, b: float) -> None:
     try:
         import bm25s  # noqa: F401
     except ImportError as error:
-        raise ConfigError("method bm25 needs the package bm25s: pip install 'contaccum[mining]'") from error
+        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
 
 
 def _best(scores: np.ndarray, k: int) -> np.ndarray:

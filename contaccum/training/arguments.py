@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformerTrainingArguments
 
 from contaccum.data.batch_plan import LENGTH_WINDOW
 from contaccum.drift import DRIFT_COMPENSATIONS
@@ -17,6 +16,7 @@ from contaccum.errors import ConfigError
 from contaccum.grad_norms import BALANCES
 from contaccum.settings import check_settings, check_sharding
 from contaccum.training.engines import refuse_engines, refuse_first_fsdp
+from contaccum.training.eval_arguments import EvaluationArguments
 from contaccum.training.set_sampling import DEFAULT_SAMPLING_TEMPERATURE, SET_SAMPLERS, take_set_sampling
 from contaccum.training.sizes import check_memory_limit, fit_sizes, keep_asked, pairs_per_update
 
@@ -28,7 +28,7 @@ BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 
 @dataclass
-class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
+class ContAccumTrainingArguments(EvaluationArguments):
     """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
     A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from contaccum.training.trainer import ContAccumTrainer
 
 TRAIN_LOG = "train_log.jsonl"
+EVAL_LOG = "eval_log.jsonl"
 RUN_RECORD = "run.json"
 
 
@@ -57,7 +58,7 @@ class TrainLogCallback(TrainerCallback):
             print(describe_run(self.trainer), flush=True)
         os.makedirs(str(args.output_dir), exist_ok=True)
         write_json(os.path.join(str(args.output_dir), RUN_RECORD), redact_record(run_record(self.trainer)))
-        self._keep_log_until(state.global_step)
+        keep_log_until(self._path, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         record = self.trainer.take_update_record()
@@ -69,17 +70,18 @@ class TrainLogCallback(TrainerCallback):
     def _path(self) -> str:
         return os.path.join(str(self.trainer.args.output_dir), TRAIN_LOG)
 
-    def _keep_log_until(self, update: int) -> None:
-        """Drop lines of updates that are about to be done again: those after the checkpoint, or an earlier run's."""
-        if not os.path.isfile(self._path):
-            return
-        with open(self._path, encoding="utf-8") as file:
-            lines = file.readlines()
-        kept = []
-        for line in lines:
-            try:
-                if json.loads(line)["update"] <= update and line.endswith("\n"):
-                    kept.append(line)
-            except (ValueError, KeyError):  # a line cut short by a kill or a full disk
-                continue
-        replace_file(self._path, "".join(kept))
+
+def keep_log_until(path: str, update: int) -> None:
+    """Drop lines of updates that are about to be done again: those after the checkpoint, or an earlier run's."""
+    if not os.path.isfile(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        lines = file.readlines()
+    kept = []
+    for line in lines:
+        try:
+            if json.loads(line)["update"] <= update and line.endswith("\n"):
+                kept.append(line)
+        except (ValueError, KeyError):  # a line cut short by a kill or a full disk
+            continue
+    replace_file(path, "".join(kept))

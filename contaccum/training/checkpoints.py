@@ -22,7 +22,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from contaccum.distributed import world_size
 from contaccum.errors import UserError
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.callbacks import TRAIN_LOG
+from contaccum.training.callbacks import EVAL_LOG, TRAIN_LOG
 from contaccum.training.checkpoint_folder import (
     CheckpointWriter,
     fault_of,
@@ -98,9 +98,10 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
                 self._writing_into = None
                 self._save_beside(writer.path)
                 self.accelerator.wait_for_everyone()
+                self._correct_best(run, writer)  # on every rank: each loads it in the end
                 if self.args.should_save:
-                    self._correct_best(run, writer)
-                    force_to_disk(os.path.join(run, TRAIN_LOG))
+                    for log in (TRAIN_LOG, EVAL_LOG):
+                        force_to_disk(os.path.join(run, log))
                     writer.commit()
             except BaseException:
                 writer.discard()
@@ -133,7 +134,8 @@ class CheckpointedTrainer(SentenceTransformerTrainer):
             best = Path(run) / f"checkpoint-{self.state.best_global_step}"
             if best.is_dir() or best.name == writer.name:
                 self.state.best_model_checkpoint = str(best)
-                self.state.save_to_json(str(writer.path / STATE_FILE))
+                if self.args.should_save:
+                    self.state.save_to_json(str(writer.path / STATE_FILE))
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._writing_into or super()._get_output_dir(trial)

@@ -31,6 +31,7 @@ from contaccum.mining.pool import MiningData
 from contaccum.mining.sources import load_mining_data
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, parse
+from contaccum.training.eval_data import check_evaluation, load_evaluator
 from contaccum.training.trainer import ContAccumTrainer
 from contaccum.untrusted import check_no_links_out
 
@@ -40,12 +41,14 @@ AnyTrainingData = TrainingData | TrainingSets | StreamedSets
 def run(argv: Sequence[str]) -> int:
     """Train as ``argv`` says and save the model into ``output_dir``; returns the exit code."""
     model_args, data_args, args = parse(argv)
+    check_evaluation(data_args, args)
     output_dir = str(args.output_dir)
     check_output_dir(output_dir)
     resume = check_resume(args.resume_from_checkpoint, output_dir)
     with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
         data = load_data(data_args, args.topic_column, args.refresh_negatives_every is not None)
         mining_data = load_mining_data_of(data_args, args)
+    evaluator = load_evaluator(data_args, args)
     if args.process_index == 0:
         print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
@@ -58,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
         data_fingerprint=data.fingerprint,
         mining_data=mining_data,
         data_sets=data.records(),
+        evaluator=evaluator,
     )
     trainer.config_beside = {**asdict(model_args), **asdict(data_args)}
     trainer.train(resume_from_checkpoint=resume)

@@ -18,6 +18,7 @@ from contaccum.data.selection import MISSING_NEGATIVES, POSITIVES_USED, Selectio
 from contaccum.data.streams import SHUFFLE_BUFFER
 from contaccum.data.training_sets import TrainingSet, parse_training_sets
 from contaccum.errors import ConfigError
+from contaccum.evaluation.sampling import SAMPLES
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.set_sampling import named_weights, take_set_sampling
 from contaccum.training.streaming import check_streaming
@@ -137,6 +138,30 @@ class DataArguments:
     on_bad_record: str = field(
         default="stop",
         metadata={"help": "stop at a record that cannot be used, or skip and count it.", "choices": ("stop", "skip")},
+    )
+    eval_data: str | None = field(
+        default=None,
+        metadata={
+            "help": "A BEIR folder, or the name of a public set, to evaluate on while training, as eval_strategy says."
+        },
+    )
+    eval_split: str = field(default="dev", metadata={"help": "Of eval_data: which judgements."})
+    eval_queries: int | None = field(
+        default=None, metadata={"help": "Evaluate on so many of its queries, the same each time. Default: all."}
+    )
+    eval_corpus_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Search among so many of its documents, the same each time, every relevant one among them: faster, "
+            "and figures are higher than on all. Default: all."
+        },
+    )
+    eval_corpus_sample: str = field(
+        default="random",
+        metadata={
+            "help": "With eval_corpus_size, which other documents: random ones, or those that BM25 ranks first.",
+            "choices": SAMPLES,
+        },
     )
 
     @property

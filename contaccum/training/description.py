@@ -10,6 +10,7 @@ from torch import nn
 from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.batches import describe_batches
 from contaccum.training.columns import text_columns_of
+from contaccum.training.in_training import evaluation_line
 from contaccum.training.set_sampling import set_lines
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def describe_run(trainer: ContAccumTrainer) -> str:
         shared = args.world_size if args.gathers else 1
         age = bank / (args.total_train_batch_size / args.world_size * shared)
         lines.insert(len(lines) - 3, f"oldest bank entry     {age:.1f} updates old")
+    evaluation = evaluation_line(trainer)
+    if evaluation:
+        lines.append(f"evaluation            {evaluation}")
     if trainer.set_shares:
         lines += set_lines(args, trainer.set_shares)
     return "\n".join(lines)

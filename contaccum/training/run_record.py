@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from contaccum.evaluation.provenance import git_commit, package_versions
+from contaccum.evaluation.retrieval_evaluator import RetrievalEvaluator
 
 if TYPE_CHECKING:
     from contaccum.training.trainer import ContAccumTrainer
@@ -15,6 +16,7 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
     """The content of ``run.json``. Tokens among the arguments are blanked by transformers' ``to_dict``."""
     args = trainer.args
     dataset: Any = trainer.train_dataset
+    evaluator = trainer.evaluator
     return {
         "method": args.method,
         "seed": args.seed,
@@ -29,6 +31,7 @@ def run_record(trainer: ContAccumTrainer) -> dict[str, Any]:
             "base": getattr(trainer.model.model_card_data, "base_model", None),
             "parameters": sum(p.numel() for p in trainer.model.parameters()),
         },
+        **({"evaluation": evaluator.describe()} if isinstance(evaluator, RetrievalEvaluator) else {}),
         "arguments": args.to_dict(),
         "versions": package_versions(),
         "git_commit": git_commit(),

@@ -44,6 +44,7 @@ from contaccum.training.checkpoints import BANK_FILE
 from contaccum.training.collapse import CollapseWatch
 from contaccum.training.columns import check_columns, fill_roles
 from contaccum.training.description import warn_about_batch_norm
+from contaccum.training.in_training import EvaluatedTrainer, figures_to_track
 from contaccum.training.loaders import SetLoadingTrainer
 from contaccum.training.memory import peak_memory_mb
 from contaccum.training.methods import make_loss
@@ -65,7 +66,7 @@ from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or
 logger = logging.getLogger(__name__)
 
 
-class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
+class ContAccumTrainer(RefusesCode, EvaluatedTrainer, SetLoadingTrainer, WindowedTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -77,7 +78,7 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
         mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
         data_sets: what to write there about each of several training sets, by name, beside rows and shares.
         quiet: do not print what the run will do.
-        Others: as in SentenceTransformerTrainer.
+        Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a :class:`RetrievalEvaluator`.
 
     Prompts and routes: unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded
     as a query and the others as documents, with the prompts and lengths that ``encode_query`` and
@@ -343,9 +344,7 @@ class ContAccumTrainer(RefusesCode, SetLoadingTrainer, WindowedTrainer):
         logs = self.skips.correct(logs)
         record = getattr(self, "_last_record", None)
         if "loss" in logs and record is not None:
-            keys = ["grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "pairs_per_second"]
-            keys += ["bank_age", "bank_mass_aged", "drift_shift_passage", "drift_residual_passage"]
-            logs = {**logs, **{key: record[key] for key in keys if key in record}}
+            logs = {**logs, **figures_to_track(record, all_of_them=bool(self.args.report_to))}
         super().log(logs, start_time)
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:

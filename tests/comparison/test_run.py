@@ -16,11 +16,10 @@ from sample_texts import sentences
 from transformers import set_seed
 
 from contaccum import ContAccumTrainingArguments, DualEncoder
-from contaccum.comparison.evaluating import METRICS, EvaluationSettings, Evaluator, _plain_forward, describe, sample
+from contaccum.comparison.evaluating import METRICS, EvaluationSettings, Evaluator, _plain_forward, describe
 from contaccum.comparison.plan import make_plan, read_entries
 from contaccum.comparison.run import differences, job_of, run_job
 from contaccum.comparison.trainer import ComparedTrainer, pairs_hash
-from contaccum.data.beir_folder import load_beir_folder
 from contaccum.data.pairs import load_training_data
 from contaccum.errors import DataError
 from contaccum.training.curves import read_log
@@ -193,22 +192,6 @@ def test_scores_in_training_are_float32_whatever_the_training(tiny_config: Any, 
     with _plain_forward(model):
         assert np.array_equal(model.encode_query(sentences(3)), expected)
     assert not np.array_equal(model.encode_query(sentences(3)), expected)
-
-
-def test_a_sample_is_fixed_and_keeps_every_relevant_document(places: dict[str, str]):
-    whole = load_beir_folder(places["beir"])
-    some = sample(whole, queries=5, corpus=20)
-    assert len(some.queries) == len(some.qrels) == 5 and len(some.corpus) == 20
-    assert list(some.queries) == [query for query in whole.queries if query in some.queries]
-    for query, judged in some.qrels.items():
-        relevant = {document for document, grade in whole.qrels[query].items() if grade > 0}
-        assert relevant and relevant <= some.corpus.keys() and relevant <= judged.keys() <= some.corpus.keys()
-    assert sample(whole, 5, 20).fingerprint == some.fingerprint != whole.fingerprint
-    assert sample(whole, queries=3).queries.keys() < some.queries.keys()
-    assert len(sample(whole, corpus=1).corpus) == len(
-        {document for judged in whole.qrels.values() for document, grade in judged.items() if grade > 0}
-    )
-    assert sample(whole, 12, 30) is whole and sample(whole) is whole
 
 
 def test_data_that_changed_meanwhile_is_refused(options: Options, places: dict[str, str], tmp_path: Path):

@@ -18,7 +18,13 @@ def trainer_in(tiny_tokenizer: Any) -> Any:
     """Makes a trainer: micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
 
     def make(
-        folder: Path, rows: int = 36, tied: bool = True, dropout: float = 0.0, negatives: int = 0, **settings: Any
+        folder: Path,
+        rows: int = 36,
+        tied: bool = True,
+        dropout: float = 0.0,
+        negatives: int = 0,
+        evaluator: Any = None,
+        **settings: Any,
     ) -> ContAccumTrainer:
         set_seed(7)
         config = BertConfig(
@@ -49,7 +55,9 @@ def trainer_in(tiny_tokenizer: Any) -> Any:
             given.setdefault("bank_size", 20)
         args = ContAccumTrainingArguments(output_dir=str(folder), **given)
         data = Dataset.from_dict(columns)
-        evaluated = data if "eval_strategy" in given else None
-        return ContAccumTrainer(model=model, args=args, train_dataset=data, eval_dataset=evaluated, quiet=True)
+        evaluated = data if "eval_strategy" in given and evaluator is None else None
+        return ContAccumTrainer(
+            model=model, args=args, train_dataset=data, eval_dataset=evaluated, evaluator=evaluator, quiet=True
+        )
 
     return make

@@ -18,6 +18,7 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from dev_sets import dev_set
 from safetensors.torch import load_file
 from sample_texts import sentences
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -27,12 +28,17 @@ from transformers import TrainerCallback
 import contaccum.losses
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.errors import ConfigError
+from contaccum.evaluation.retrieval_evaluator import RetrievalEvaluator
 from contaccum.training.arguments import BANK_METHODS, METHODS
+from contaccum.training.callbacks import EVAL_LOG
 from contaccum.training.parallel import freeze_unused
 from contaccum.training.trainer import BANK_FILE
 
 ROWS, K, UPDATES = 72, 3, 3
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+STOPPED = {**EVALUATED, "early_stopping_patience": 1, "early_stopping_threshold": 10.0, "save_strategy": "steps"}
+STOPPED |= {"save_steps": 1, "load_best_model_at_end": True}
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
 
 
@@ -118,7 +124,10 @@ def train(case: Case, folder: Path, world: int, **more: Any) -> dict[str, Any]:
         # accelerate shards on accelerators only; torch does so on a CPU as well.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     counter = CountReductions()
-    trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset, quiet=True, callbacks=[counter])
+    evaluator = RetrievalEvaluator(dev_set()) if "eval_strategy" in settings else None
+    trainer = ContAccumTrainer(
+        model=model, args=args, train_dataset=dataset, evaluator=evaluator, quiet=True, callbacks=[counter]
+    )
     counter.trainer = trainer
     trainer.train(resume_from_checkpoint=settings.get("resume_from_checkpoint"))
     trainer.save_model(str(out))
@@ -152,6 +161,10 @@ def worker(rank: int, world: int, port: int, folder: Path) -> None:
         results[f"resumed by {engine}"] = train(
             Case("contaccum", 1, engine=engine), folder / engine, world, resume_from_checkpoint=checkpoint, **ADAMW
         )
+    for engine in ("ddp", "fsdp"):
+        case = Case("contaccum", engine=engine)
+        results[f"evaluated by {engine}"] = train(case, folder / "evaluated", world, **EVALUATED)
+        results[f"stopped by {engine}"] = train(case, folder / "stopped", world, **STOPPED)
     own = Case("contaccum", more=(("gather_across_devices", False),))
     results["own banks"] = train(own, folder, world, save_strategy="steps", save_steps=1)
     checkpoint = str(next(folder.glob(f"{own.name}_2/checkpoint-1")))
@@ -172,7 +185,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_config: Any, tiny_toke
     for tied in (True, False):
         torch.manual_seed(0)
         model = DualEncoder.from_backbone(config, tied=tied, pooling="mean", tokenizer=tiny_tokenizer)
-        for place in (base, base / "ddp", base / "fsdp"):
+        for place in (base / name for name in ("", "ddp", "fsdp", "evaluated", "stopped")):
             model.save_pretrained(str(place / f"tied_{tied}"))
     return base
 
@@ -232,6 +245,30 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_two_and_on_one(
     if engine == "ddp":  # FSDP's optimizer states are for FSDP
         alone = train(Case("contaccum", 1), folder / engine, 1, resume_from_checkpoint=str(checkpoint), **ADAMW)
         assert furthest(alone["weights"], whole) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_ranks_evaluate_together_train_on_as_before_and_stop_together(
+    engine: str, ranks: list[dict[str, Any]], folder: Path, probes_often: None
+) -> None:
+    case = Case("contaccum", engine=engine)
+    plain = train(case, folder, 1)
+    train(case, folder / "evaluated", 1, **EVALUATED)
+    figures = [
+        [json.loads(line) for line in (folder / "evaluated" / f"{case.name}_{n}" / EVAL_LOG).read_text().splitlines()]
+        for n in (1, 2)
+    ]
+    assert len(figures[0]) == len(figures[1]) == UPDATES
+    for one, two in zip(*figures, strict=True):
+        names = [key for key in one if "@" in key]
+        assert len(names) == 7 and [one[key] for key in names] == pytest.approx([two[key] for key in names])
+    for rank in ranks:
+        assert furthest(rank[f"evaluated by {engine}"]["weights"], plain["weights"]) < 1e-10
+        assert len(rank[f"stopped by {engine}"]["log"]) == 2  # patience of one, and nothing is better by ten
+        assert furthest(rank[f"stopped by {engine}"]["weights"], plain["weights"]) > 1e-6
+    kept = [path.name for path in (folder / "stopped" / f"{case.name}_2").glob("checkpoint-*")]
+    assert "checkpoint-1" in kept
 
 
 @pytest.mark.slow
