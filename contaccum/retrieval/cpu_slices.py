@@ -74,8 +74,6 @@ class CpuSlices:
         """
         import torch
 
-        if rounded and not (bound > 0).all():
-            return None  # bfloat16 is compared as whole numbers, whose order is that of positive scores alone
         if not rounded and torch.get_float32_matmul_precision() != "highest":
             return None  # somebody traded precision for speed, and the bound on the error would not hold
         finder = _Finder(queries, bound, most, min(len(documents), max(256, _SCORES // len(queries))), rounded)
@@ -132,7 +130,8 @@ class _Finder:
         least = (self.bound - error).astype(np.float32)
         least = np.nextafter(least, np.float32(-np.inf))
         if self.rounded:
-            # The upper half of a float32 is the bfloat16 below it; rounding scores keeps them on their side of it.
+            # The upper half of a float32 is the bfloat16 below it, and rounding keeps scores on their side of that.
+            # Compared as whole numbers, which have the order of positive numbers alone.
             if not (least > 0).all():
                 return None
             halves = (least.view(np.int32) >> 16).astype(np.int16)

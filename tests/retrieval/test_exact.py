@@ -177,19 +177,29 @@ def test_a_score_depends_on_its_pair_alone():
         np.testing.assert_array_equal(np.concatenate(parts), scores)
 
 
+KINDS = ["random", "twins", "nearly alike", "close", "best last", "long and short", "far"]
+
+
 @pytest.mark.parametrize("metric", ["cos", "dot"])
-@pytest.mark.parametrize("kind", ["random", "twins", "nearly alike", "best last", "long and short", "far"])
-def test_products_in_bfloat16_change_no_bit(metric, kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "k"), [*((kind, 40) for kind in KINDS), ("random", 200), ("short numbers", 200)])
+def test_products_in_bfloat16_change_no_bit(metric, kind, k, monkeypatch):
     rng = np.random.default_rng(3)
-    documents, queries = vectors(3000, d=24), vectors(30, d=24, seed=1)
+    documents, queries = vectors(5000, d=24), vectors(30, d=24, seed=1)
     if kind == "twins":
-        documents = documents[rng.integers(0, 300, 3000)]
+        documents = documents[rng.integers(0, 300, 5000)]
     elif kind == "nearly alike":
         documents = documents[:1] + np.float32(1e-3) * documents
     elif kind == "best last":
         documents = documents[np.argsort(documents @ queries[0])]
     elif kind == "long and short":
-        documents *= np.float32(10.0) ** rng.integers(-3, 4, (3000, 1)).astype(np.float32)
+        documents *= np.float32(10.0) ** rng.integers(-3, 4, (5000, 1)).astype(np.float32)
+    elif kind == "short numbers":  # only their products are rounded
+        documents, queries = (
+            torch.from_numpy(np.abs(each[:, :4])).bfloat16().float().numpy() for each in (documents, queries)
+        )
+    elif kind == "close":
+        documents = documents[:1] + np.float32(0.1) * documents
+        queries = documents[:1] + queries
     elif kind == "far":  # the best scores are below zero
         documents = -np.abs(documents)
         queries = np.abs(queries)
@@ -201,13 +211,13 @@ def test_products_in_bfloat16_change_no_bit(metric, kind, monkeypatch):
             settled.append((rounded, pairs is not None))
             return pairs
 
-    expected = exact_search(ArrayRows(documents), queries, 40, metric, Careless(1e-5), slice_rows=3000)
+    expected = exact_search(ArrayRows(documents), queries, k, metric, Careless(1e-5), slice_rows=5000)
     for rounding in (True, False):
         monkeypatch.setattr(exact, "rounding_pays", lambda rounding=rounding: rounding)
-        found = exact_search(ArrayRows(documents), queries, 40, metric, Told(), slice_rows=400)
+        found = exact_search(ArrayRows(documents), queries, k, metric, Told(), slice_rows=10 * k)
         np.testing.assert_array_equal(found[1], expected[1])
         np.testing.assert_array_equal(found[0], expected[0])
-    if kind == "random":
+    if kind in ("random", "close"):
         assert (True, True) in settled and (False, True) in settled
 
 
