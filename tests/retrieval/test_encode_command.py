@@ -303,8 +303,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         return found
 
     small, large = peak(10_000), peak(40_000)
-    # 16 bytes an id, and three times as much while they are sorted; a passage is 500 bytes.
-    assert large - small < 30_000 * 80
+    # 16 bytes an id; measured: 19 a passage, and 79 where somebody kept the ids.
+    assert large - small < 30_000 * 45
 
 
 def test_ids_that_occur_again_are_found_however_far_apart() -> None:
