@@ -12,6 +12,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def measure_beir(settings: SearchBenchSettings, progress: Callable[[str], None] 
     one finds and the other does not, and that rounding at the k-th place does not explain), ``score_difference``;
     ``cpu_seconds``, ``cpu_seconds_beir``: of all threads, which tell more where a machine has other work to do.
 
-    A turn is ours, theirs, ours; ours counts as the mean of its two.
+    A turn is ours, theirs, ours, after both have searched a small part; ours counts as the mean of its two.
     """
     import torch
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
@@ -69,17 +70,20 @@ def measure_beir(settings: SearchBenchSettings, progress: Callable[[str], None] 
     texts = dict.fromkeys([f"q{row}" for row in range(len(queries))], "")
     logging.getLogger("beir").setLevel(logging.WARNING)
 
-    def ours() -> tuple[float, float, Run]:
-        model = _Model(documents, queries)
+    def ours(corpus: dict[str, dict[str, str]] = corpus) -> tuple[float, float, Run]:
+        model = _Model(documents[: len(corpus)], queries)
         run = FaissSearcher(model, show_progress_bar=False).search(corpus, texts, settings.k, "cos_sim")
         return time.perf_counter() - model.began, time.process_time() - model.began_cpu, run
 
-    def theirs() -> tuple[float, float, Run]:
-        model = _Model(torch.from_numpy(documents), torch.from_numpy(queries))
+    def theirs(corpus: dict[str, dict[str, str]] = corpus) -> tuple[float, float, Run]:
+        model = _Model(torch.from_numpy(documents[: len(corpus)]), torch.from_numpy(queries))
         searcher = DenseRetrievalExactSearch(model, show_progress_bar=False)
         run = searcher.search(corpus, texts, settings.k, "cos_sim")
         return time.perf_counter() - model.began, time.process_time() - model.began_cpu, run
 
+    # What is loaded and set up on first use belongs to neither.
+    for search in (ours, theirs):
+        search(dict(islice(corpus.items(), 20_000)))
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     cpu: dict[str, list[float]] = {"ours": [], "theirs": []}
     found: dict[str, Run] = {}

@@ -5,30 +5,30 @@ and equal documents then come in an order of luck. So it only finds candidates h
 the bound on its rounding error, be among the k best. These are scored again in float64, each pair by itself, and
 rounded to float32; documents of equal scores are ordered by id. How the corpus was sliced plays no part in the result.
 
-What a slice is searched with is the caller's: `CpuSlices` here, `gpus.GpuSlices` elsewhere.
+What a slice is searched with is the caller's: `CpuSlices` or `GpuSlices`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from contaccum.retrieval import exact_scores
+from contaccum.retrieval.cpu_slices import BFLOAT16, CpuSlices, Pairs, rounding_pays, threads
 from contaccum.retrieval.exact_scores import ExactScores, Metric, ordered, ranks_of
-from contaccum.retrieval.rows import EmbeddingRows, norms_of, slices, unit_or_same
+from contaccum.retrieval.rows import EmbeddingRows, growing_slices, norms_of, slices, unit_or_same
 
 logger = logging.getLogger(__name__)
 
 # Candidates (float32 and int64) held for the queries that are searched together: half a gigabyte.
 _HELD = 2**25
-# Fewer queries than this are not worth a thread of their own.
-_QUERIES_PER_THREAD = 64
+# Rows of the first slice, which sets a bound for those that follow.
+_FIRST_ROWS = 2**14
 
 
 class SliceSearch(Protocol):
@@ -50,34 +50,6 @@ class SliceSearch(Protocol):
 
     def search(self, documents: np.ndarray, first: int, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores (q, k), best first, and places in `documents` (q, k); `first` is the row of documents[0]."""
-
-
-class CpuSlices:
-    """Slices by FAISS's brute force in float32, queries shared out to the threads that FAISS would use.
-
-    FAISS itself lets all threads work on each small block and wait for each other, which takes twice the CPU time, and
-    many times the wall time on a machine that has other work to do.
-    """
-
-    max_fetch: int | None = None
-    slice_rows: int | None = None
-
-    def margin(self, k: int) -> int:
-        return max(8, k // 8)
-
-    def error(self, dimension: int) -> tuple[float, float]:
-        # A sum of d products in any order, its terms' rounding, and that of vectors scaled to length 1.
-        return (dimension + 16) * 2.0**-24, 0.0
-
-    def search(self, documents: np.ndarray, first: int, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        groups = max(1, min(_threads(), len(queries) // _QUERIES_PER_THREAD))
-        with _matrix_products(queries.shape[1]):
-            if groups == 1:
-                return _best_products(documents, k, queries)
-            each = _threads() // groups
-            with ThreadPoolExecutor(groups, initializer=_use_threads, initargs=(each,)) as pool:
-                parts = list(pool.map(partial(_best_products, documents, k), np.array_split(queries, groups)))
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
 def exact_search(
@@ -136,16 +108,22 @@ class _Search:
         if searcher.max_fetch is not None and k > searcher.max_fetch:
             most = max(searcher.max_fetch // 2, len(corpus) * searcher.max_fetch // (4 * k))
             size = most if size is None else min(size, most)
-        self.slices = list(slices(corpus, size))
+        if size is None and isinstance(searcher, CpuSlices):
+            self.slices = list(growing_slices(corpus, max(_FIRST_ROWS, 8 * k)))
+        else:
+            self.slices = list(slices(corpus, size))
         self.scores: np.ndarray = np.empty((len(queries), 0), dtype=np.float32)
         self.rows: np.ndarray = np.empty((len(queries), 0), dtype=np.int64)
         # The greatest error so far of a candidate's score, per query.
         self.error = np.zeros(len(queries), dtype=np.float32)
-
-        self.buffer = np.empty((self.slices[0][1] if metric == "cos" else 0, corpus.dim), dtype=np.float32)
+        # And what it is besides, as a share of the score.
+        self.relative_error = 0.0
+        self.rounded = rounding_pays()
+        longest = max(stop - start for start, stop in self.slices)
+        self.buffer = np.empty((longest if metric == "cos" else 0, corpus.dim), dtype=np.float32)
 
     def run(self, on_slice: Callable[[int], object]) -> tuple[np.ndarray, np.ndarray]:
-        with ThreadPoolExecutor(_threads()) as self.pool:
+        with ThreadPoolExecutor(threads()) as self.pool:
             # The last score that each slice gave; what it did not give is no better.
             last = []
             for start, stop in self.slices:
@@ -156,15 +134,38 @@ class _Search:
 
     def _candidates_of(self, start: int, stop: int) -> np.ndarray:
         documents, longest = self._documents(start, stop)
-        fetch = min(self.k + self.searcher.margin(self.k), stop - start)
-        if self.searcher.max_fetch is not None:
-            fetch = min(fetch, self.searcher.max_fetch)
+        # Before the bound below, which these scores are held against.
         relative, absolute = self.searcher.error(self.corpus.dim)
         error = relative * self.norms * longest + absolute * (self.norms + longest)
         self.error = np.maximum(self.error, error.astype(np.float32))
+        if self._add_all_above_bound(documents, start):
+            return np.full(len(self.queries), -np.inf)
+        fetch = min(self.k + self.searcher.margin(self.k), stop - start)
+        if self.searcher.max_fetch is not None:
+            fetch = min(fetch, self.searcher.max_fetch)
         scores, places = self.searcher.search(documents, start, self.scaled, fetch)
         self._add(np.arange(len(self.queries)), scores, np.where(places >= 0, places + start, -1))
         return np.full(len(scores), -np.inf) if fetch == stop - start else scores[:, -1]
+
+    def _add_all_above_bound(self, documents: np.ndarray, start: int) -> bool:
+        """Whether the slice could be settled with what is known: all that may be better than the k-th best so far."""
+        kth, error = self._kth(self.scores)
+        if not isinstance(self.searcher, CpuSlices) or not np.isfinite(kth).all():
+            return False
+        most = 4 * len(kth) * (self.k + self.searcher.margin(self.k))
+        bound = kth - error
+        pairs = None
+        if self.rounded:
+            pairs = self.searcher.above(documents, self.scaled, bound, most, rounded=True)
+            self.rounded = pairs is not None
+            self.relative_error = BFLOAT16 if self.rounded else self.relative_error
+        if pairs is None:
+            pairs = self.searcher.above(documents, self.scaled, bound, most)
+        if pairs is None:
+            return False
+        self.error = np.maximum(self.error, pairs.error.astype(np.float32))
+        self._add(*_in_lines(pairs, start))
+        return True
 
     def _documents(self, start: int, stop: int) -> tuple[np.ndarray, float]:
         """A slice as it is compared, and the length of its longest vector."""
@@ -195,13 +196,21 @@ class _Search:
             self.scores[crowded, : self.k], self.rows[crowded, : self.k] = exact, exact_rows
             self._add(chosen[:0], scores[:0, :0], rows[:0, :0])
 
-    def _least(self, scores: np.ndarray) -> np.ndarray:
-        """(n, 1): a row of a lower score is not among the k best; -inf while fewer than k are known."""
+    def _kth(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The k-th best score of each query, -inf while fewer are known, and how far it may be off; both (n,).
+
+        What is relative in the error is taken at that score: better ones stay better, and worse ones are off by less.
+        """
         if scores.shape[1] < self.k:
-            return np.full((len(scores), 1), -np.inf, dtype=np.float32)
-        kth = np.partition(scores, scores.shape[1] - self.k, axis=1)[:, -self.k]
+            return np.full(len(scores), -np.inf), np.zeros(len(scores))
+        kth = np.partition(scores, scores.shape[1] - self.k, axis=1)[:, -self.k].astype(np.float64)
+        return kth, np.where(kth > -np.inf, self.error + self.relative_error * np.abs(kth), 0)
+
+    def _least(self, scores: np.ndarray) -> np.ndarray:
+        """(n, 1): a row of a lower score is not among the k best."""
+        kth, error = self._kth(scores)
         # Rounded down, as a bound is.
-        return np.nextafter(kth - 2 * self.error, np.float32(-np.inf), dtype=np.float32)[:, None]
+        return np.nextafter((kth - 2 * error).astype(np.float32), np.float32(-np.inf))[:, None]
 
     def _possible(self, scores: np.ndarray) -> np.ndarray:
         return (scores >= self._least(scores)) & (scores > -np.inf)
@@ -282,43 +291,18 @@ class _Search:
             pass
 
 
+def _in_lines(pairs: Pairs, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs as `_Search._add` takes them: queries, ascending, and lines of scores and rows, -inf and -1 for none."""
+    order = np.argsort(pairs.queries, kind="stable")
+    queries, counts = np.unique(pairs.queries, return_counts=True)
+    width = int(counts.max(initial=0))
+    scores: np.ndarray = np.full((len(queries), width), -np.inf, dtype=np.float32)
+    rows: np.ndarray = np.full((len(queries), width), -1, dtype=np.int64)
+    there = np.arange(width) < counts[:, None]
+    scores[there], rows[there] = pairs.scores[order], pairs.places[order] + start
+    return queries, scores, rows
+
+
 def _rows_among(known: np.ndarray, documents: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Of documents whose rows are known, ascending, those of some rows."""
     return documents[np.searchsorted(known, rows)]
-
-
-def _threads() -> int:
-    """Those that FAISS uses, so that one setting (OMP_NUM_THREADS) is for both."""
-    import faiss
-
-    return faiss.omp_get_max_threads()
-
-
-def _use_threads(number: int) -> None:
-    """Of FAISS, in the thread that calls this."""
-    import faiss
-
-    faiss.omp_set_num_threads(number)
-
-
-def _best_products(documents: np.ndarray, k: int, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    import faiss
-
-    return faiss.knn(queries, documents, k, faiss.METRIC_INNER_PRODUCT)
-
-
-@contextmanager
-def _matrix_products(dimension: int) -> Iterator[None]:
-    """Let FAISS multiply matrices from eight queries on.
-
-    FAISS 1.15 takes the products one by one below 128,000 numbers (333 queries of 384 dimensions), at a fifteenth of
-    the speed. Before, its bound was twenty queries.
-    """
-    import faiss
-
-    before = faiss.cvar.distance_compute_blas_threshold
-    faiss.cvar.distance_compute_blas_threshold = min(before, 8 * dimension)
-    try:
-        yield
-    finally:
-        faiss.cvar.distance_compute_blas_threshold = before

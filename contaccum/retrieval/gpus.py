@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from contaccum.errors import ConfigError
-from contaccum.retrieval.exact import CpuSlices
+from contaccum.retrieval.cpu_slices import CpuSlices
 
 logger = logging.getLogger(__name__)
 

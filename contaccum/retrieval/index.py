@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.exact import CpuSlices, SliceSearch, exact_search
+from contaccum.retrieval.cpu_slices import CpuSlices
+from contaccum.retrieval.exact import SliceSearch, exact_search
 from contaccum.retrieval.exact_scores import Metric, ordered
 from contaccum.retrieval.gpus import GPU_MAX_K, GpuMode, Gpus, GpuSlices, find_gpus, reason, to_gpus
 from contaccum.retrieval.rows import ArrayRows, EmbeddingRows, norms_of, slices, unit_or_same

@@ -96,6 +96,16 @@ def slices(rows: EmbeddingRows, size: int | None = None) -> Iterator[tuple[int, 
         yield start, min(start + size, len(rows))
 
 
+def growing_slices(rows: EmbeddingRows, first: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of slices that hold `first` rows, then as many as all before them, up to those of `slices`."""
+    most = max(1, SLICE_BYTES // (4 * rows.dim))
+    start, size = 0, min(first, most)
+    while start < len(rows):
+        yield start, min(start + size, len(rows))
+        start += size
+        size = min(start, most)
+
+
 def norms_of(vectors: np.ndarray, what: str, first: int = 0) -> np.ndarray:
     """Lengths of float32 vectors (n, d), in float32.
 

@@ -215,11 +215,12 @@ class FaissSearcher(BaseSearch):
         if query_ids:
             scores, rows = search(index, query_embeddings, top_k + 1)
             for qid, line_scores, line_rows in zip(query_ids, scores.tolist(), rows.tolist(), strict=True):
-                found = (
-                    (document_ids[row], score) for score, row in zip(line_scores, line_rows, strict=True) if row >= 0
-                )
-                hits = [(docid, score) for docid, score in found if docid != qid]
-                self.results[qid] = dict(hits[:top_k])
+                # Rows that are not there come last.
+                there = line_rows.index(-1) if line_rows[-1] < 0 else len(line_rows)
+                hits = dict(zip(map(document_ids.__getitem__, line_rows[:there]), line_scores, strict=False))
+                if hits.pop(qid, None) is None and len(hits) > top_k:
+                    hits.popitem()
+                self.results[qid] = hits
         self.timing["index_seconds"] = built - started
         searched = time.perf_counter()
         self.timing["search_seconds"] = searched - built

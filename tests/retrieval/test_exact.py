@@ -7,10 +7,13 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
+import torch
 
 from contaccum.errors import UserError
 from contaccum.retrieval import exact, exact_scores
-from contaccum.retrieval.exact import CpuSlices, exact_search
+from contaccum.retrieval.cpu_slices import BFLOAT16, CpuSlices
+from contaccum.retrieval.exact import exact_search
+from contaccum.retrieval.exact_scores import ExactScores
 from contaccum.retrieval.rows import ArrayRows
 
 
@@ -95,8 +98,10 @@ def test_ties_are_ordered_by_id_across_slices(kind):
         np.testing.assert_array_equal(rows, by_numpy(documents, ids, vectors(3, d=4, seed=1), k, "dot")[1])
 
 
-class Careless(CpuSlices):
+class Careless:
     """Wrong by as much as it admits, and stingy."""
+
+    slice_rows: int | None = None
 
     def __init__(self, error: float, max_fetch: int | None = None) -> None:
         self.wrong, self.max_fetch = error, max_fetch
@@ -156,3 +161,92 @@ def test_a_zero_vector_scores_zero():
     scores, rows = exact_search(ArrayRows(documents), np.float32([[2, 0], [0, 0]]), 3, "cos", slice_rows=1)
     np.testing.assert_array_equal(rows, [[1, 0, 2], [0, 1, 2]])
     np.testing.assert_array_equal(scores, [[1, 0, -1], [0, 0, 0]])
+
+
+def test_a_score_depends_on_its_pair_alone():
+    # Products whose sum in float64 decides between two float32 numbers, and depends on the order of summation.
+    rng = np.random.default_rng(0)
+    terms = np.concatenate([[1, 2.0**-24], [2.0**-53, -(2.0**-53)] * 15]).astype(np.float32)
+    documents = np.stack([rng.permutation(terms) for _ in range(300)])
+    exact = ExactScores(np.ones((2, 32), dtype=np.float32), "dot")
+    scores = exact.of(1, documents)
+    assert len(np.unique(scores)) > 1
+    np.testing.assert_array_equal(exact.of_all(np.array([1, 0]), documents)[0], scores)
+    for size in (1, 3, 50):
+        parts = [exact.of(1, documents[start : start + size]) for start in range(0, 300, size)]
+        np.testing.assert_array_equal(np.concatenate(parts), scores)
+
+
+KINDS = ["random", "twins", "nearly alike", "close", "best last", "long and short", "far"]
+
+
+@pytest.mark.parametrize("metric", ["cos", "dot"])
+@pytest.mark.parametrize(("kind", "k"), [*((kind, 40) for kind in KINDS), ("random", 200), ("short numbers", 200)])
+def test_products_in_bfloat16_change_no_bit(metric, kind, k, monkeypatch):
+    rng = np.random.default_rng(3)
+    documents, queries = vectors(5000, d=24), vectors(30, d=24, seed=1)
+    if kind == "twins":
+        documents = documents[rng.integers(0, 300, 5000)]
+    elif kind == "nearly alike":
+        documents = documents[:1] + np.float32(1e-3) * documents
+    elif kind == "best last":
+        documents = documents[np.argsort(documents @ queries[0])]
+    elif kind == "long and short":
+        documents *= np.float32(10.0) ** rng.integers(-3, 4, (5000, 1)).astype(np.float32)
+    elif kind == "short numbers":  # only their products are rounded
+        documents, queries = (
+            torch.from_numpy(np.abs(each[:, :4])).bfloat16().float().numpy() for each in (documents, queries)
+        )
+    elif kind == "close":
+        documents = documents[:1] + np.float32(0.1) * documents
+        queries = documents[:1] + queries
+    elif kind == "far":  # the best scores are below zero
+        documents = -np.abs(documents)
+        queries = np.abs(queries)
+    settled = []
+
+    class Told(CpuSlices):
+        def above(self, documents, queries, bound, most, rounded=False):
+            pairs = super().above(documents, queries, bound, most, rounded)
+            settled.append((rounded, pairs is not None))
+            return pairs
+
+    expected = exact_search(ArrayRows(documents), queries, k, metric, Careless(1e-5), slice_rows=5000)
+    for rounding in (True, False):
+        monkeypatch.setattr(exact, "rounding_pays", lambda rounding=rounding: rounding)
+        found = exact_search(ArrayRows(documents), queries, k, metric, Told(), slice_rows=10 * k)
+        np.testing.assert_array_equal(found[1], expected[1])
+        np.testing.assert_array_equal(found[0], expected[0])
+    if kind in ("random", "close"):
+        assert (True, True) in settled and (False, True) in settled
+
+
+def test_rounded_products_are_not_trusted():
+    before = torch.get_float32_matmul_precision()
+    documents, queries = vectors(3000, d=64), vectors(20, d=64, seed=1)
+    expected = exact_search(ArrayRows(documents), queries, 30, "cos", slice_rows=500)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert CpuSlices().above(documents, queries, np.full(20, 0.5), 10**9) is None
+        found = exact_search(ArrayRows(documents), queries, 30, "cos", slice_rows=500)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_all_pairs_above_a_bound_are_found_and_threads_are_left_as_they_were():
+    documents, queries = vectors(700), vectors(9, seed=1)
+    before = torch.get_num_threads()
+    least = np.linspace(0.1, 4, 9)
+    scores = queries @ documents.T
+    for rounded, error, share in ((False, 1e-4, 0), (True, 0.2, BFLOAT16)):
+        pairs = CpuSlices().above(documents, queries, least, 10**6, rounded)
+        assert pairs is not None and torch.get_num_threads() == before and (pairs.error < error).all()
+        found = np.zeros(scores.shape, dtype=bool)
+        found[pairs.queries, pairs.places] = True
+        assert (
+            found[scores >= least[:, None]].all() and not found[scores < least[:, None] * (1 - 2 * share) - error].any()
+        )
+        off = np.abs(pairs.scores - scores[pairs.queries, pairs.places])
+        assert (off <= pairs.error[pairs.queries] + share * np.abs(pairs.scores)).all()
+        assert CpuSlices().above(documents, queries, least, 10, rounded) is None
