@@ -63,11 +63,18 @@ class CpuSlices:
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def above(
-        self, documents: np.ndarray, queries: np.ndarray, bound: np.ndarray, most: int, rounded: bool = False
+        self,
+        documents: np.ndarray,
+        queries: np.ndarray,
+        bound: np.ndarray,
+        most: int,
+        rounded: bool = False,
+        scale: np.ndarray | None = None,
     ) -> Pairs | None:
         """All pairs whose true score may be `bound` (q,) or more; None where that cannot be said, or for too many.
 
         Args:
+            scale: what each document (n,) is to be multiplied by.
             most: pairs to find at the most.
             rounded: multiply in bfloat16, which processors with instructions for it do several times as fast. The bound
                 on the error is that of the vectors at hand.
@@ -77,14 +84,9 @@ class CpuSlices:
         if not rounded and torch.get_float32_matmul_precision() != "highest":
             return None  # somebody traded precision for speed, and the bound on the error would not hold
         finder = _Finder(queries, bound, most, min(len(documents), max(256, _SCORES // len(queries))), rounded)
-        before = torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                starts = range(0, len(documents), finder.size)
-                parts = list(pool.map(lambda start: finder.find(documents, start), starts))
-        finally:
-            # The setting of a thread is also the default of threads that start later.
-            torch.set_num_threads(before)
+        starts = range(0, len(documents), finder.size)
+        with _one_thread_each(threads()) as pool:
+            parts = list(pool.map(lambda start: finder.find(documents, start, scale), starts))
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts):
             return None
@@ -107,21 +109,27 @@ class _Finder:
         self.lengths = exact.norm(dim=1).numpy()
         self.residues = (exact - self.queries.float()).norm(dim=1).numpy()
 
-    def find(self, documents: np.ndarray, start: int) -> Pairs | None:
+    def find(self, documents: np.ndarray, start: int, scale: np.ndarray | None) -> Pairs | None:
         import torch
 
         if self.found > self.most:
             return None
+        documents = documents[start : start + self.size]
         if not hasattr(self.own, "scores"):
             self.own.scores = torch.empty(len(self.queries) * self.size, dtype=self.dtype)
             self.own.reached = np.empty(len(self.queries) * self.size, dtype=bool)
-        exact = torch.from_numpy(documents[start : start + self.size])
+            self.own.scaled = np.empty((0 if scale is None else self.size, documents.shape[1]), dtype=np.float32)
+        if scale is not None:
+            # Block by block: a scaled copy of the slice would have to be written out and read again.
+            part = scale[start : start + self.size, None]
+            documents = np.multiply(documents, part, out=self.own.scaled[: len(documents)])
+        exact = torch.from_numpy(documents)
         block = exact.to(self.dtype)
         # Of the sum; for rounded vectors also what is missing of either, times the other. A hundredth for these norms.
         longest = float(exact.norm(dim=1).max())
         error = (exact.shape[1] + 16) * 2.0**-24 * self.lengths * longest
         if self.rounded:
-            residue = float(torch.sub(exact, block).norm(dim=1).max())
+            residue = float(block.float().sub_(exact).norm(dim=1).max())
             error = 1.01 * (error + self.residues * (longest + residue) + self.lengths * residue)
         width, count = len(block), len(self.queries)
         scores = self.own.scores[: count * width].view(count, width)
@@ -153,15 +161,30 @@ def rounding_pays() -> bool:
     import torch
 
     def best(dtype: torch.dtype) -> float:
-        left, right = torch.ones(256, 256, dtype=dtype), torch.ones(256, 4096, dtype=dtype)
+        left, right = torch.ones(256, 384, dtype=dtype), torch.ones(4096, 384, dtype=dtype)
         seconds = []
         for _ in range(5):
             started = time.thread_time()
-            torch.mm(left, right)
+            torch.mm(left, right.T)
             seconds.append(time.thread_time() - started)
         return min(seconds)
 
-    return best(torch.float32) > 2 * best(torch.bfloat16)
+    with _one_thread_each(1) as pool:
+        return pool.submit(best, torch.float32).result() > 2 * pool.submit(best, torch.bfloat16).result()
+
+
+@contextmanager
+def _one_thread_each(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Workers that each run torch on a single thread; the setting is put back afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        # The setting of a thread is also the default of threads that start later.
+        torch.set_num_threads(before)
 
 
 def threads() -> int:

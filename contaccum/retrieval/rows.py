@@ -121,13 +121,17 @@ def norms_of(vectors: np.ndarray, what: str, first: int = 0) -> np.ndarray:
     return norms
 
 
+def scale_to_unit(norms: np.ndarray) -> np.ndarray:
+    """What vectors of these lengths are multiplied by for "cos"; a zero vector stays zero."""
+    return 1 / np.where(norms > 0, norms, 1)
+
+
 def unit_or_same(vectors: np.ndarray, norms: np.ndarray, metric: str, out: np.ndarray | None = None) -> np.ndarray:
-    """What an inner product compares: for "cos" a copy scaled to length 1 (a zero vector stays zero).
+    """What an inner product compares: for "cos" a copy scaled to length 1.
 
     Args:
         out: float32 of at least that shape, for the copy: fresh memory costs more than the scaling.
     """
     if metric == "dot":
         return vectors
-    scale = 1 / np.where(norms > 0, norms, 1)
-    return np.multiply(vectors, scale[:, None], out=None if out is None else out[: len(vectors)])
+    return np.multiply(vectors, scale_to_unit(norms)[:, None], out=None if out is None else out[: len(vectors)])
