@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,8 @@ import numpy as np
 _QUERIES_PER_THREAD = 64
 # Scores that a thread computes at a time: 32 MB.
 _SCORES = 2**23
+# Documents prepared at a time: of 384 dimensions, less than a megabyte.
+_CHUNK = 512
 # Rounding to eight bits.
 BFLOAT16 = 2.0**-8
 
@@ -118,18 +120,13 @@ class _Finder:
         if not hasattr(self.own, "scores"):
             self.own.scores = torch.empty(len(self.queries) * self.size, dtype=self.dtype)
             self.own.reached = np.empty(len(self.queries) * self.size, dtype=bool)
-            self.own.scaled = np.empty((0 if scale is None else self.size, documents.shape[1]), dtype=np.float32)
-        if scale is not None:
-            # Block by block: a scaled copy of the slice would have to be written out and read again.
-            part = scale[start : start + self.size, None]
-            documents = np.multiply(documents, part, out=self.own.scaled[: len(documents)])
-        exact = torch.from_numpy(documents)
-        block = exact.to(self.dtype)
+            self.own.block = torch.empty(self.size, documents.shape[1], dtype=self.dtype)
+            self.own.scaled = torch.empty(_CHUNK, documents.shape[1])
+            self.own.residue = torch.empty(_CHUNK, documents.shape[1])
+        block, longest, residue = self._block(documents, None if scale is None else scale[start : start + self.size])
         # Of the sum; for rounded vectors also what is missing of either, times the other. A hundredth for these norms.
-        longest = float(exact.norm(dim=1).max())
-        error = (exact.shape[1] + 16) * 2.0**-24 * self.lengths * longest
+        error = (documents.shape[1] + 16) * 2.0**-24 * self.lengths * longest
         if self.rounded:
-            residue = float(block.float().sub_(exact).norm(dim=1).max())
             error = 1.01 * (error + self.residues * (longest + residue) + self.lengths * residue)
         width, count = len(block), len(self.queries)
         scores = self.own.scores[: count * width].view(count, width)
@@ -153,6 +150,27 @@ class _Finder:
             return None
         chosen = scores.view(-1)[torch.from_numpy(places)].float().numpy()
         return Pairs(places // width, places % width + start, chosen, error)
+
+    def _block(self, documents: np.ndarray, scale: np.ndarray | None) -> tuple[Any, float, float]:
+        """Documents as they are multiplied; the longest of them, and the most that rounding took from one.
+
+        In chunks that the processor's cache holds: a scaled copy of all would be written out and read again.
+        """
+        import torch
+
+        block, longest, residue = self.own.block[: len(documents)], 0.0 if scale is None else 1.0, 0.0
+        for start in range(0, len(documents), _CHUNK):
+            chunk = torch.from_numpy(documents[start : start + _CHUNK])
+            if scale is not None:
+                factors = torch.from_numpy(scale[start : start + _CHUNK, None])
+                chunk = torch.mul(chunk, factors, out=self.own.scaled[: len(chunk)])
+            else:
+                longest = max(longest, float(chunk.norm(dim=1).max()))
+            part = block[start : start + _CHUNK].copy_(chunk)
+            if self.rounded:
+                missing = self.own.residue[: len(chunk)].copy_(part).sub_(chunk)
+                residue = max(residue, float(missing.norm(dim=1).max()))
+        return block, longest, residue
 
 
 @lru_cache(1)

@@ -134,7 +134,7 @@ class _Search:
 
     def _candidates_of(self, start: int, stop: int) -> np.ndarray:
         documents = self.corpus.slice(start, stop)
-        norms = norms_of(documents, "document embedding", start)
+        norms = self.corpus.norms(start, documents)
         longest = float(norms.max()) if self.metric == "dot" else 1.0
         # Before the bound below, which these scores are held against.
         relative, absolute = self.searcher.error(self.corpus.dim)

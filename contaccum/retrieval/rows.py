@@ -32,6 +32,9 @@ class EmbeddingRows(Protocol):
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop - 1, float32 (stop - start, d), not to be written to."""
 
+    def norms(self, start: int, rows: np.ndarray) -> np.ndarray:
+        """Lengths (n,) of `rows`, which `slice` gave from `start` on; raises `UserError` as `norms_of` does."""
+
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Some rows, ascending and each once where they are not in memory: float32 (len(rows), d)."""
 
@@ -53,6 +56,7 @@ class ArrayRows:
         if ids is not None and len(ids) != len(embeddings):
             raise ConfigError(f"{len(ids)} ids for {len(embeddings)} embeddings")
         self.embeddings, self._ids = embeddings, ids
+        self._norms: np.ndarray | None = None
         self.dim = embeddings.shape[1]
 
     def __len__(self) -> int:
@@ -60,6 +64,14 @@ class ArrayRows:
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(self.embeddings[start:stop], dtype=np.float32)
+
+    def norms(self, start: int, rows: np.ndarray) -> np.ndarray:
+        if self._norms is None:
+            self._norms = np.full(len(self), np.nan, dtype=np.float32)
+        known = self._norms[start : start + len(rows)]
+        if np.isnan(known).any():
+            known[:] = norms_of(rows, "document embedding", start)
+        return known
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(self.embeddings[rows], dtype=np.float32)
@@ -81,6 +93,9 @@ class StoreRows:
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         return self.store.slice(start, stop)
+
+    def norms(self, start: int, rows: np.ndarray) -> np.ndarray:
+        return norms_of(rows, "document embedding", start)
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         return self.store.take(rows)
