@@ -64,7 +64,7 @@ def exact_search(
     """The k best rows of each query (n, d): scores float32 and rows int64, both of shape (n, min(k, corpus)).
 
     Ordered by score, descending, then by id, ascending. A score is the float64 inner product (or cosine) of the pair,
-    rounded to float32. Memory holds a slice and some 1.3 k candidates per query.
+    rounded to float32. Memory holds a slice and some 1.5 k candidates per query.
 
     Args:
         slice_rows: rows read at a time; by default what the searcher takes.
