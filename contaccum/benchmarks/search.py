@@ -37,8 +37,8 @@ INDEXES = (
     "HNSW32@efSearch=16@efSearch=64@efSearch=256",
     "SQ8",
     "PQ96",
-    "OPQ96,IVF1024,PQ96@nprobe=4@nprobe=16@nprobe=64",
-    "IVF1024,SQ8@nprobe=4@nprobe=16@nprobe=64",
+    "OPQ32_128,IVF1024,PQ32@nprobe=16@nprobe=64",
+    "IVF1024,SQ8@nprobe=16@nprobe=64",
 )
 
 

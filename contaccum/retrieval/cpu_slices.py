@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,8 @@ import numpy as np
 _QUERIES_PER_THREAD = 64
 # Scores that a thread computes at a time: 32 MB.
 _SCORES = 2**23
+# Documents prepared at a time: of 384 dimensions, less than a megabyte.
+_CHUNK = 512
 # Rounding to eight bits.
 BFLOAT16 = 2.0**-8
 
@@ -63,11 +65,18 @@ class CpuSlices:
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def above(
-        self, documents: np.ndarray, queries: np.ndarray, bound: np.ndarray, most: int, rounded: bool = False
+        self,
+        documents: np.ndarray,
+        queries: np.ndarray,
+        bound: np.ndarray,
+        most: int,
+        rounded: bool = False,
+        scale: np.ndarray | None = None,
     ) -> Pairs | None:
         """All pairs whose true score may be `bound` (q,) or more; None where that cannot be said, or for too many.
 
         Args:
+            scale: what each document (n,) is to be multiplied by.
             most: pairs to find at the most.
             rounded: multiply in bfloat16, which processors with instructions for it do several times as fast. The bound
                 on the error is that of the vectors at hand.
@@ -77,14 +86,9 @@ class CpuSlices:
         if not rounded and torch.get_float32_matmul_precision() != "highest":
             return None  # somebody traded precision for speed, and the bound on the error would not hold
         finder = _Finder(queries, bound, most, min(len(documents), max(256, _SCORES // len(queries))), rounded)
-        before = torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                starts = range(0, len(documents), finder.size)
-                parts = list(pool.map(lambda start: finder.find(documents, start), starts))
-        finally:
-            # The setting of a thread is also the default of threads that start later.
-            torch.set_num_threads(before)
+        starts = range(0, len(documents), finder.size)
+        with _one_thread_each(threads()) as pool:
+            parts = list(pool.map(lambda start: finder.find(documents, start, scale), starts))
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts):
             return None
@@ -107,21 +111,22 @@ class _Finder:
         self.lengths = exact.norm(dim=1).numpy()
         self.residues = (exact - self.queries.float()).norm(dim=1).numpy()
 
-    def find(self, documents: np.ndarray, start: int) -> Pairs | None:
+    def find(self, documents: np.ndarray, start: int, scale: np.ndarray | None) -> Pairs | None:
         import torch
 
         if self.found > self.most:
             return None
+        documents = documents[start : start + self.size]
         if not hasattr(self.own, "scores"):
             self.own.scores = torch.empty(len(self.queries) * self.size, dtype=self.dtype)
             self.own.reached = np.empty(len(self.queries) * self.size, dtype=bool)
-        exact = torch.from_numpy(documents[start : start + self.size])
-        block = exact.to(self.dtype)
+            self.own.block = torch.empty(self.size, documents.shape[1], dtype=self.dtype)
+            self.own.scaled = torch.empty(_CHUNK, documents.shape[1])
+            self.own.residue = torch.empty(_CHUNK, documents.shape[1])
+        block, longest, residue = self._block(documents, None if scale is None else scale[start : start + self.size])
         # Of the sum; for rounded vectors also what is missing of either, times the other. A hundredth for these norms.
-        longest = float(exact.norm(dim=1).max())
-        error = (exact.shape[1] + 16) * 2.0**-24 * self.lengths * longest
+        error = (documents.shape[1] + 16) * 2.0**-24 * self.lengths * longest
         if self.rounded:
-            residue = float(torch.sub(exact, block).norm(dim=1).max())
             error = 1.01 * (error + self.residues * (longest + residue) + self.lengths * residue)
         width, count = len(block), len(self.queries)
         scores = self.own.scores[: count * width].view(count, width)
@@ -146,6 +151,27 @@ class _Finder:
         chosen = scores.view(-1)[torch.from_numpy(places)].float().numpy()
         return Pairs(places // width, places % width + start, chosen, error)
 
+    def _block(self, documents: np.ndarray, scale: np.ndarray | None) -> tuple[Any, float, float]:
+        """Documents as they are multiplied; the longest of them, and the most that rounding took from one.
+
+        In chunks that the processor's cache holds: a scaled copy of all would be written out and read again.
+        """
+        import torch
+
+        block, longest, residue = self.own.block[: len(documents)], 0.0 if scale is None else 1.0, 0.0
+        for start in range(0, len(documents), _CHUNK):
+            chunk = torch.from_numpy(documents[start : start + _CHUNK])
+            if scale is not None:
+                factors = torch.from_numpy(scale[start : start + _CHUNK, None])
+                chunk = torch.mul(chunk, factors, out=self.own.scaled[: len(chunk)])
+            else:
+                longest = max(longest, float(chunk.norm(dim=1).max()))
+            part = block[start : start + _CHUNK].copy_(chunk)
+            if self.rounded:
+                missing = self.own.residue[: len(chunk)].copy_(part).sub_(chunk)
+                residue = max(residue, float(missing.norm(dim=1).max()))
+        return block, longest, residue
+
 
 @lru_cache(1)
 def rounding_pays() -> bool:
@@ -153,15 +179,30 @@ def rounding_pays() -> bool:
     import torch
 
     def best(dtype: torch.dtype) -> float:
-        left, right = torch.ones(256, 256, dtype=dtype), torch.ones(256, 4096, dtype=dtype)
+        left, right = torch.ones(256, 384, dtype=dtype), torch.ones(4096, 384, dtype=dtype)
         seconds = []
         for _ in range(5):
             started = time.thread_time()
-            torch.mm(left, right)
+            torch.mm(left, right.T)
             seconds.append(time.thread_time() - started)
         return min(seconds)
 
-    return best(torch.float32) > 2 * best(torch.bfloat16)
+    with _one_thread_each(1) as pool:
+        return pool.submit(best, torch.float32).result() > 2 * pool.submit(best, torch.bfloat16).result()
+
+
+@contextmanager
+def _one_thread_each(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Workers that each run torch on a single thread; the setting is put back afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        # The setting of a thread is also the default of threads that start later.
+        torch.set_num_threads(before)
 
 
 def threads() -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from contaccum.retrieval import exact_scores
 from contaccum.retrieval.cpu_slices import BFLOAT16, CpuSlices, Pairs, rounding_pays, threads
 from contaccum.retrieval.exact_scores import ExactScores, Metric, ordered, ranks_of
-from contaccum.retrieval.rows import EmbeddingRows, growing_slices, norms_of, slices, unit_or_same
+from contaccum.retrieval.rows import EmbeddingRows, growing_slices, norms_of, scale_to_unit, slices, unit_or_same
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def exact_search(
     """The k best rows of each query (n, d): scores float32 and rows int64, both of shape (n, min(k, corpus)).
 
     Ordered by score, descending, then by id, ascending. A score is the float64 inner product (or cosine) of the pair,
-    rounded to float32. Memory holds a slice and some 1.3 k candidates per query.
+    rounded to float32. Memory holds a slice and some 1.5 k candidates per query.
 
     Args:
         slice_rows: rows read at a time; by default what the searcher takes.
@@ -133,46 +133,43 @@ class _Search:
             return self._ranked(np.arange(len(self.queries)))
 
     def _candidates_of(self, start: int, stop: int) -> np.ndarray:
-        documents, longest = self._documents(start, stop)
+        documents = self.corpus.slice(start, stop)
+        norms = self.corpus.norms(start, documents)
+        longest = float(norms.max()) if self.metric == "dot" else 1.0
         # Before the bound below, which these scores are held against.
         relative, absolute = self.searcher.error(self.corpus.dim)
         error = relative * self.norms * longest + absolute * (self.norms + longest)
         self.error = np.maximum(self.error, error.astype(np.float32))
-        if self._add_all_above_bound(documents, start):
+        if self._add_all_above_bound(documents, norms, start):
             return np.full(len(self.queries), -np.inf)
         fetch = min(self.k + self.searcher.margin(self.k), stop - start)
         if self.searcher.max_fetch is not None:
             fetch = min(fetch, self.searcher.max_fetch)
+        documents = unit_or_same(documents, norms, self.metric, self.buffer)
         scores, places = self.searcher.search(documents, start, self.scaled, fetch)
         self._add(np.arange(len(self.queries)), scores, np.where(places >= 0, places + start, -1))
         return np.full(len(scores), -np.inf) if fetch == stop - start else scores[:, -1]
 
-    def _add_all_above_bound(self, documents: np.ndarray, start: int) -> bool:
+    def _add_all_above_bound(self, documents: np.ndarray, norms: np.ndarray, start: int) -> bool:
         """Whether the slice could be settled with what is known: all that may be better than the k-th best so far."""
         kth, error = self._kth(self.scores)
         if not isinstance(self.searcher, CpuSlices) or not np.isfinite(kth).all():
             return False
         most = 4 * len(kth) * (self.k + self.searcher.margin(self.k))
         bound = kth - error
+        scale = scale_to_unit(norms) if self.metric == "cos" else None
         pairs = None
         if self.rounded:
-            pairs = self.searcher.above(documents, self.scaled, bound, most, rounded=True)
+            pairs = self.searcher.above(documents, self.scaled, bound, most, True, scale)
             self.rounded = pairs is not None
             self.relative_error = BFLOAT16 if self.rounded else self.relative_error
         if pairs is None:
-            pairs = self.searcher.above(documents, self.scaled, bound, most)
+            pairs = self.searcher.above(documents, self.scaled, bound, most, False, scale)
         if pairs is None:
             return False
         self.error = np.maximum(self.error, pairs.error.astype(np.float32))
         self._add(*_in_lines(pairs, start))
         return True
-
-    def _documents(self, start: int, stop: int) -> tuple[np.ndarray, float]:
-        """A slice as it is compared, and the length of its longest vector."""
-        documents = self.corpus.slice(start, stop)
-        norms = norms_of(documents, "document embedding", start)
-        longest = float(norms.max()) if self.metric == "dot" else 1.0
-        return unit_or_same(documents, norms, self.metric, self.buffer), longest
 
     def _add(self, chosen: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> None:
         """More candidates, of the chosen queries; drops all that cannot be among the k best any more."""

@@ -103,7 +103,7 @@ def build_index(
     if factory == "Flat":
         if isinstance(corpus, ArrayRows):
             for start, stop in slices(corpus):
-                norms_of(corpus.slice(start, stop), "document embedding", start)
+                corpus.norms(start, corpus.slice(start, stop))
         searcher = GpuSlices(gpus, corpus.dim, use_gpu is True) if gpus else CpuSlices()
         return DenseIndex(corpus, None, factory, metric, parameters, searcher, gpus.count if gpus else 0)
     try:

@@ -32,6 +32,9 @@ class EmbeddingRows(Protocol):
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop - 1, float32 (stop - start, d), not to be written to."""
 
+    def norms(self, start: int, rows: np.ndarray) -> np.ndarray:
+        """Lengths (n,) of `rows`, which `slice` gave from `start` on; raises `UserError` as `norms_of` does."""
+
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Some rows, ascending and each once where they are not in memory: float32 (len(rows), d)."""
 
@@ -53,6 +56,7 @@ class ArrayRows:
         if ids is not None and len(ids) != len(embeddings):
             raise ConfigError(f"{len(ids)} ids for {len(embeddings)} embeddings")
         self.embeddings, self._ids = embeddings, ids
+        self._norms: np.ndarray | None = None
         self.dim = embeddings.shape[1]
 
     def __len__(self) -> int:
@@ -60,6 +64,14 @@ class ArrayRows:
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(self.embeddings[start:stop], dtype=np.float32)
+
+    def norms(self, start: int, rows: np.ndarray) -> np.ndarray:
+        if self._norms is None:
+            self._norms = np.full(len(self), np.nan, dtype=np.float32)
+        known = self._norms[start : start + len(rows)]
+        if np.isnan(known).any():
+            known[:] = norms_of(rows, "document embedding", start)
+        return known
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(self.embeddings[rows], dtype=np.float32)
@@ -81,6 +93,9 @@ class StoreRows:
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         return self.store.slice(start, stop)
+
+    def norms(self, start: int, rows: np.ndarray) -> np.ndarray:
+        return norms_of(rows, "document embedding", start)
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         return self.store.take(rows)
@@ -121,13 +136,17 @@ def norms_of(vectors: np.ndarray, what: str, first: int = 0) -> np.ndarray:
     return norms
 
 
+def scale_to_unit(norms: np.ndarray) -> np.ndarray:
+    """What vectors of these lengths are multiplied by for "cos"; a zero vector stays zero."""
+    return 1 / np.where(norms > 0, norms, 1)
+
+
 def unit_or_same(vectors: np.ndarray, norms: np.ndarray, metric: str, out: np.ndarray | None = None) -> np.ndarray:
-    """What an inner product compares: for "cos" a copy scaled to length 1 (a zero vector stays zero).
+    """What an inner product compares: for "cos" a copy scaled to length 1.
 
     Args:
         out: float32 of at least that shape, for the copy: fresh memory costs more than the scaling.
     """
     if metric == "dot":
         return vectors
-    scale = 1 / np.where(norms > 0, norms, 1)
-    return np.multiply(vectors, scale[:, None], out=None if out is None else out[: len(vectors)])
+    return np.multiply(vectors, scale_to_unit(norms)[:, None], out=None if out is None else out[: len(vectors)])

@@ -214,10 +214,10 @@ class FaissSearcher(BaseSearch):
         rows = np.empty((0, 0), dtype=np.int64)
         if query_ids:
             scores, rows = search(index, query_embeddings, top_k + 1)
-            for qid, line_scores, line_rows in zip(query_ids, scores.tolist(), rows.tolist(), strict=True):
-                # Rows that are not there come last.
-                there = line_rows.index(-1) if line_rows[-1] < 0 else len(line_rows)
-                hits = dict(zip(map(document_ids.__getitem__, line_rows[:there]), line_scores, strict=False))
+            names = np.array(document_ids, dtype=object)
+            for qid, line_scores, line_rows in zip(query_ids, scores, rows, strict=True):
+                there = int((line_rows >= 0).sum())  # rows that are not there come last
+                hits = dict(zip(names[line_rows[:there]].tolist(), line_scores[:there].tolist(), strict=True))
                 if hits.pop(qid, None) is None and len(hits) > top_k:
                     hits.popitem()
                 self.results[qid] = hits

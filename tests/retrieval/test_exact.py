@@ -206,8 +206,8 @@ def test_products_in_bfloat16_change_no_bit(metric, kind, k, monkeypatch):
     settled = []
 
     class Told(CpuSlices):
-        def above(self, documents, queries, bound, most, rounded=False):
-            pairs = super().above(documents, queries, bound, most, rounded)
+        def above(self, documents, queries, bound, most, rounded=False, scale=None):
+            pairs = super().above(documents, queries, bound, most, rounded, scale)
             settled.append((rounded, pairs is not None))
             return pairs
 
