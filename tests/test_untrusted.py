@@ -493,6 +493,7 @@ def test_library_calls_nothing_that_runs_what_it_reads() -> None:
             bad |= name == "yaml.load" and given.get("Loader") not in ("yaml.BaseLoader", "yaml.SafeLoader")
             bad |= name.startswith("subprocess.") and given.get("shell", "False") != "False"
             bad |= name.endswith(".extractall") and path.name != "untrusted.py"
+            # Only where a file has been checked and tried in a process of its own.
             bad |= name == "faiss.read_index" and path.name != "index_file.py"
             if bad:
                 found.append(f"{path.relative_to(root)}:{node.lineno}: {name}")
