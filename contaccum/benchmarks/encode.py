@@ -8,7 +8,6 @@ through a function in place of a model, in a process of its own, and what that h
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -19,11 +18,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from contaccum.errors import ConfigError
+from contaccum.evaluation.arguments import Parser
 from contaccum.redaction import redact
 from contaccum.retrieval.encode_command import DEFAULT_SHARD_SIZE
 
@@ -287,11 +287,6 @@ def _memory_job(folder: str, settings_json: str) -> None:
     print(json.dumps(told))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
 def run(argv: Sequence[str]) -> int:
     """``contaccum bench encode MODEL --corpus PATH`` or ``contaccum bench encode --stub --rows N``.
 
@@ -352,8 +347,8 @@ def format_memory(records: list[dict[str, Any]]) -> str:
     )
 
 
-def _parser(stub: bool) -> _Parser:
-    parser = _Parser(prog="contaccum bench encode", description=__doc__, allow_abbrev=False)
+def _parser(stub: bool) -> Parser:
+    parser = Parser(prog="contaccum bench encode", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=Path, default=Path("bench_encode.json"))
     add("--stub", action="store_true", help="measure memory, with a function in place of a model")

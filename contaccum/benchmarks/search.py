@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from contaccum.benchmarks.search_pictures import draw, format_beir, format_indexes
 from contaccum.errors import ConfigError
+from contaccum.evaluation.arguments import Parser
 from contaccum.redaction import redact
 from contaccum.retrieval.exact import exact_search
 from contaccum.retrieval.gpus import find_gpus
@@ -186,11 +187,6 @@ def _bytes_per_vector(index: DenseIndex) -> float:
         return os.path.getsize(path) / len(index)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
 def run(argv: Sequence[str]) -> int:
     """``contaccum bench search [OPTIONS]``; returns the exit code: 1 when beir finds other documents."""
     from contaccum.benchmarks.command import machine
@@ -228,8 +224,8 @@ def run(argv: Sequence[str]) -> int:
     return 1 if beir and records[0]["other_documents"] else 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="contaccum bench search", description=__doc__, allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="contaccum bench search", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--beir", action="store_true", help="against beir's DenseRetrievalExactSearch instead of among indexes")
     helps = {

@@ -18,6 +18,7 @@ from typing import Any
 
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.arguments import Parser
+from contaccum.evaluation.results import read_result, write_atomically
 from contaccum.reproduction.plan import (
     CROSS_ENCODER,
     DPR_FILES,
@@ -76,8 +77,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(_shown_results([one]))
     shown = _shown_results(runs)
     path = args.output_dir / "table1.md"
-    path.write_text(shown + "\n", encoding="utf-8")
-    (args.output_dir / "table1.json").write_text(json.dumps(_results(runs), indent=1) + "\n", encoding="utf-8")
+    write_atomically(path, [shown, "\n"])
+    write_atomically(path.with_suffix(".json"), [json.dumps(_results(runs), indent=1), "\n"])
     print(f"{shown}\nwritten: {path} {path.with_suffix('.json')}")
     return 0
 
@@ -173,9 +174,7 @@ def _do(one: RunPlan, step: Step) -> None:
         raise RuntimeError(f"{step.name} left no {', '.join(missing)}")
     if step.name != "mine":
         state = {**_state(one), step.name: one.identity(step)}
-        path = one.folder / _STATE
-        path.with_suffix(".tmp").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".tmp").replace(path)
+        write_atomically(one.folder / _STATE, [json.dumps(state, indent=1), "\n"])
 
 
 def _call(argv: Sequence[str]) -> int:
@@ -207,7 +206,7 @@ def _results(runs: Sequence[RunPlan]) -> list[dict[str, Any]]:
     """Ours and the published figures, an entry a data set, a memory and a method."""
     found = []
     for one in runs:
-        record = json.loads(one.scores.read_text(encoding="utf-8"))
+        record = read_result(one.scores)
         about = table()["datasets"][one.dataset]
         found.append(
             {
