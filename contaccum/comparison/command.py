@@ -64,9 +64,10 @@ def run(argv: Sequence[str]) -> int:
     files, ours, theirs = _split(argv)
     asked = _parser().parse_args(ours)  # before torch is loaded: --help takes no time
 
-    from contaccum.comparison.evaluating import EvaluationSettings, describe
+    from contaccum.comparison.evaluating import EvaluationSettings
     from contaccum.comparison.plan import make_plan, read_entries, read_grid, read_options
     from contaccum.comparison.run import job_of
+    from contaccum.evaluation.beir import about_data
     from contaccum.training.command import check_output_dir
 
     evaluation = EvaluationSettings(
@@ -91,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
     plan = make_plan(options, entries, read_grid(asked.grid), asked.seeds, asked.baseline, asked.output_dir)
     print(f"{len(plan.runs)} runs: {len(plan.groups)} settings, {len(plan.seeds)} seeds; baseline {plan.baseline}")
 
-    sets = [describe(dataset) for dataset in evaluation.load()]
+    sets = [about_data(dataset) for dataset in evaluation.load()]
     names = [data["name"] for data in sets]
     if len(set(names)) < len(names):
         raise ConfigError(f"--eval_data has two sets called {max(names, key=names.count)}: rename a folder")

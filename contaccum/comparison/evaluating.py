@@ -62,21 +62,9 @@ class EvaluationSettings:
         return sample(load_data(given, self.split, "stop"), self.queries, self.corpus)
 
     def identity(self, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What decides the scores; ``sets`` as :func:`describe` tells them."""
+        """What decides the scores; ``sets`` as :func:`contaccum.evaluation.beir.about_data` tells them."""
         settings = {key: value for key, value in asdict(self).items() if key not in ("data", "batch_size")}
         return {**settings, "sets": {str(s["name"]): s["fingerprint"] for s in sets}, "curve": sets[0]["name"]}
-
-
-def describe(dataset: BeirDataset) -> dict[str, Any]:
-    """What a report says about a data set."""
-    return {
-        "name": dataset.name,
-        "split": dataset.split,
-        "path": str(dataset.path),
-        "documents": len(dataset.corpus),
-        "queries": len(dataset.queries),
-        "fingerprint": dataset.fingerprint,
-    }
 
 
 class Evaluator:
@@ -104,7 +92,7 @@ class Evaluator:
             result = self._score(model, dataset)
             ids = list(result.per_query)
             found[dataset.name] = {
-                "data": describe(dataset),
+                "data": result.data,
                 "metrics": {name: result.metrics[name] for name in METRICS},
                 "query_ids": ids,
                 "per_query": {name: [result.per_query[query][name] for query in ids] for name in METRICS},

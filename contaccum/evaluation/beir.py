@@ -74,7 +74,7 @@ def evaluate_beir(
         metrics=metrics,
         per_query=per_query,
         run=run,
-        data=_about(dataset),
+        data=about_data(dataset),
         **search_record(searcher, model_name, metric, max(k_values)),
     )
 
@@ -105,7 +105,7 @@ def score_beir_run(
         metrics=metrics,
         per_query=per_query,
         run=top,
-        data=_about(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)},
+        data=about_data(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)},
         model={"name": name},
         tokenisation=None,
         search={"k": deepest},
@@ -114,7 +114,8 @@ def score_beir_run(
     )
 
 
-def _about(dataset: BeirDataset) -> dict[str, Any]:
+def about_data(dataset: BeirDataset) -> dict[str, Any]:
+    """What a result or a report says about a data set."""
     return {
         "name": dataset.name,
         "split": dataset.split,

@@ -16,12 +16,13 @@ from sample_texts import sentences
 from transformers import set_seed
 
 from contaccum import ContAccumTrainingArguments, DualEncoder
-from contaccum.comparison.evaluating import METRICS, EvaluationSettings, Evaluator, _plain_forward, describe
+from contaccum.comparison.evaluating import METRICS, EvaluationSettings, Evaluator, _plain_forward
 from contaccum.comparison.plan import make_plan, read_entries
 from contaccum.comparison.run import differences, job_of, run_job
 from contaccum.comparison.trainer import ComparedTrainer, pairs_hash
 from contaccum.data.pairs import load_training_data
 from contaccum.errors import DataError
+from contaccum.evaluation.beir import about_data
 from contaccum.training.curves import read_log
 
 METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch"]
@@ -34,7 +35,7 @@ def results(
     evaluation = EvaluationSettings([places["beir"]], **settings)
     plan = make_plan(options, read_entries(methods, [], "contaccum"), {}, [3], folder=folder)
     fingerprint = places.get("fingerprint") or load_training_data(places["pairs"]).fingerprint
-    sets = [describe(dataset) for dataset in evaluation.load()]
+    sets = [about_data(dataset) for dataset in evaluation.load()]
     found = {}
     for run in plan.runs:
         path = folder / "runs" / run.name
@@ -198,7 +199,7 @@ def test_data_that_changed_meanwhile_is_refused(options: Options, places: dict[s
     evaluation = EvaluationSettings([places["beir"]])
     (run,) = make_plan(options, read_entries(["grad_accum"], [], "contaccum"), {}, [3], folder=tmp_path).runs
     with pytest.raises(DataError, match="has changed"):
-        run_job(job_of(run, evaluation, "0" * 64, [describe(d) for d in evaluation.load()]), tmp_path)
+        run_job(job_of(run, evaluation, "0" * 64, [about_data(d) for d in evaluation.load()]), tmp_path)
 
 
 def test_what_changed_between_two_runs_is_named():
