@@ -35,7 +35,7 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
     """Draw a comparison into a PNG.
 
     Lines are means over seeds, bands reach from the lowest to the highest seed. With a grid, curves are those of its
-    first cell, and a map shows the final metric of all.
+    first cell to which all belong, and a map shows the final metric of all.
 
     Args:
         logs: name of the run -> the records of its train_log.jsonl.
@@ -45,7 +45,9 @@ def draw_report(plan: Plan, results: Results, logs: Mapping[str, Sequence[Mappin
     matplotlib.use("Agg")  # no screen needed
     import matplotlib.pyplot as plt
 
-    cell, groups = plan.cells[0]
+    cell, groups = next(
+        (found for found in plan.cells if all(plan.belongs(entry, found[0]) for entry in found[1])), plan.cells[0]
+    )
     shown = METRICS[METRIC]
     has_curves = any(len(result["curve"]) > 1 for result in results.values())
     panels: list[tuple[str, str, str]] = []

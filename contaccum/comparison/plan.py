@@ -97,6 +97,20 @@ class Plan:
         """Every run once; all groups of a seed come before the next seed."""
         return [group.runs[seed] for seed in self.seeds for group in self.groups.values()]
 
+    def fixed(self, entry: str) -> dict[str, str]:
+        """The values of the grid that an entry has by its own settings, as the grid writes them."""
+        overrides = next(known.overrides for known in self.entries if known.name == entry)
+        return {
+            key: value
+            for key, values in self.grid.items()
+            for value in values
+            if key in overrides and _same(overrides[key], value)
+        }
+
+    def belongs(self, entry: str, cell: Mapping[str, str]) -> bool:
+        """Whether an entry is of a cell: not one that fixes another value of the grid."""
+        return all(cell[key] == value for key, value in self.fixed(entry).items())
+
 
 def applies(key: str, method: str) -> bool:
     """Whether a training argument means anything to a method."""
@@ -188,6 +202,17 @@ def _value(text: str) -> str | None:
     except yaml.YAMLError:  # a text all the same: the parser decides
         return text
     return None if value is None else str(value).lower() if isinstance(value, bool) else text
+
+
+def _same(override: str | None, value: str) -> bool:
+    """Whether a variant's setting is this value of the grid: 5e-5 is 0.00005."""
+    other = _value(value)
+    if override is None or other is None:
+        return override is other
+    try:
+        return float(override) == float(other)
+    except ValueError:
+        return override == other
 
 
 def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]], default_method: str) -> list[Entry]:

@@ -88,12 +88,18 @@ def _summary(group: Group, results: Results) -> dict[str, Any]:
 
 
 def pairs_to_compare(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
-    """(labels, group, baseline's group), each pair once, though it may fill several cells of the grid."""
+    """(labels, group, baseline's group), each pair once, though it may fill several cells of the grid.
+
+    A variant that fixes one of the grid's values is compared in the cells of that value alone.
+    """
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell, groups in plan.cells:
         baseline = groups[plan.baseline]
-        for name in groups.values():
-            own, theirs = plan.groups[name].labels, plan.groups[baseline].labels
+        for entry, name in groups.items():
+            if not plan.belongs(entry, cell):
+                continue
+            own = {**plan.fixed(entry), **plan.groups[name].labels}
+            theirs = {**plan.fixed(plan.baseline), **plan.groups[baseline].labels}
             # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
             labels = {key: own.get(key, f"({theirs[key]})" if key in theirs else "") for key in cell}
             rows.setdefault((name, baseline), labels)

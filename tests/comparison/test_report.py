@@ -11,7 +11,7 @@ import pytest
 from contaccum.comparison.evaluating import METRICS
 from contaccum.comparison.pictures import draw_report
 from contaccum.comparison.plan import Plan, make_plan, read_entries, read_grid
-from contaccum.comparison.report import build_report, markdown
+from contaccum.comparison.report import build_report, markdown, pairs_to_compare
 from contaccum.evaluation.significance import holm, paired_bootstrap
 
 ABOUT = {
@@ -93,6 +93,24 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: P
     )
     assert report["groups"][row["group"]]["metrics"]["beir"]["NDCG@10"]["sd"] == pytest.approx(statistics.stdev(values))
     assert report["warnings"] == []
+
+
+def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell(
+    options: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    variants = [["published", "learning_rate=0.00002", "bank_size=null"], ["other", "learning_rate=3e-5"]]
+    entries = read_entries(["grad_accum"], variants, "contaccum")
+    plan = make_plan(options, entries, read_grid(["learning_rate=1e-5,2e-5"]), [0])
+    rows = [(labels["learning_rate"], name, baseline) for labels, name, baseline in pairs_to_compare(plan)]
+    assert [row for row in rows if row[1] != row[2]] == [
+        ("2e-5", "published", "grad_accum_learning_rate-2e-5"),
+        ("(1e-5)", "other", "grad_accum_learning_rate-1e-5"),  # of no cell: beside all
+        ("(2e-5)", "other", "grad_accum_learning_rate-2e-5"),
+    ]
+    titles: list[str] = []
+    monkeypatch.setattr("matplotlib.figure.FigureBase.suptitle", lambda self, title, **_: titles.append(title))
+    draw_report(plan, {}, {}, tmp_path / "report.png")
+    assert titles == ["curves at learning_rate=2e-5"]
 
 
 def test_a_baseline_with_a_bank_is_compared_in_each_cell(options: dict[str, list[str]]):
