@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,11 @@ class Plan:
     def belongs(self, entry: str, cell: Mapping[str, str]) -> bool:
         """Whether an entry is of a cell: not one that fixes another value of the grid."""
         return all(cell[key] == value for key, value in self.fixed(entry).items())
+
+    def compared(self) -> Iterator[tuple[Mapping[str, str], dict[str, str]]]:
+        """The cells, each with what is compared in it: the baseline, and the entries that belong to it."""
+        for cell, groups in self.cells:
+            yield cell, {e: name for e, name in groups.items() if e == self.baseline or self.belongs(e, cell)}
 
 
 def applies(key: str, method: str) -> bool:

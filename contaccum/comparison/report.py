@@ -93,11 +93,9 @@ def pairs_to_compare(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
     A variant that fixes one of the grid's values is compared in the cells of that value alone.
     """
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell, groups in plan.cells:
+    for cell, groups in plan.compared():
         baseline = groups[plan.baseline]
         for entry, name in groups.items():
-            if not plan.belongs(entry, cell):
-                continue
             own = {**plan.fixed(entry), **plan.groups[name].labels}
             theirs = {**plan.fixed(plan.baseline), **plan.groups[baseline].labels}
             # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
@@ -175,7 +173,7 @@ def warnings(plan: Plan, results: Results) -> Iterator[str]:
         ("updates", "made another number of updates"),
     )
     said: set[str] = set()
-    for _, groups in plan.cells:
+    for _, groups in plan.compared():
         for seed in plan.seeds:
             # The baseline's first: it is what the others are compared with, if it was finished.
             names = dict.fromkeys([groups[plan.baseline], *groups.values()])

@@ -137,6 +137,16 @@ def test_unequal_beginnings_and_data_are_told_first(plan: Plan):
     assert text.index("Take care") < text.index("## beir")
 
 
+def test_a_variant_is_not_held_against_cells_that_it_is_not_of(options: dict[str, list[str]]):
+    entries = read_entries(["grad_accum"], [["published", "per_device_train_batch_size=8"]], "contaccum")
+    plan = make_plan(options, entries, read_grid(["per_device_train_batch_size=4,8"]), [0])
+    results = made_up(plan)
+    for run in plan.runs:
+        results[run.name]["pairs_per_update"] = run.pairs_per_update
+    assert len({run.pairs_per_update for run in plan.runs}) == 2
+    assert build_report(plan, results, {}, ABOUT)["warnings"] == []
+
+
 def test_runs_that_failed_are_told_and_the_rest_is_reported(plan: Plan):
     results = made_up(plan)
     for name in ("contaccum_bank_size-8_seed-1", "published_bank_size-8_seed-0", "published_bank_size-8_seed-1"):
