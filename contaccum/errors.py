@@ -6,6 +6,9 @@ ours and keeps its traceback (exit code 1).
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """A mistake that the user can mend: one line, no traceback, exit code 2."""
@@ -21,3 +24,21 @@ class DataError(UserError, ValueError):
 
 class NotFiniteError(ValueError):
     """Embeddings, a loss or a gradient that are NaN or infinite; nothing was stored of them."""
+
+
+def closest(word: object, words: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, to end an error line with, or nothing when no word is like it."""
+    close = difflib.get_close_matches(str(word), list(words), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Refuse a setting that is none of the values allowed.
+
+    Raises:
+        ConfigError: naming the setting, its value, those allowed and the closest of them.
+    """
+    allowed = tuple(allowed)
+    if value not in allowed:
+        shown = [str(x) for x in allowed if x is not None]
+        raise ConfigError(f"{name} must be one of {', '.join(shown)}, got {value!r}{closest(value, shown)}")

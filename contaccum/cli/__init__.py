@@ -1,0 +1,60 @@
+"""The `contaccum` command: finds the subcommand, turns the user's mistakes into one line and exit code 2.
+
+Exit codes: 0 done; 2 a mistake of the user's; 130 and 143 stopped by SIGINT and SIGTERM, training after it has saved;
+1 (with a traceback) a defect of ours. Each command is a module with ``run(argv) -> int``, loaded on use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from contaccum.errors import UserError, closest
+from contaccum.files import redact
+from contaccum.version import __version__
+
+COMMANDS = {
+    "train": "train a retriever from a YAML config and overrides",
+    "mine": "find hard negatives for training data",
+    "encode": "encode a corpus of any size into a memory-mapped store",
+    "search": "search a store for queries, and write a TREC run",
+    "evaluate": "score a model on BEIR data with FAISS",
+    "open_qa": "score passage retrieval for questions by answer match, as DPR does",
+    "compare": "train methods side by side and report which is better",
+    "report": "draw runs, comparisons and evaluations as one HTML page",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``contaccum ARGV`` and return the exit code."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
+        where = "" if rank == "0" else f" on rank {rank}"
+        print(f"contaccum: error{where}: {redact(' '.join(str(error).split()))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("contaccum: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"contaccum {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
+    return importlib.import_module(f"contaccum.cli.{name}").run(rest)
+
+
+def _usage() -> str:
+    lines = ["usage: contaccum COMMAND [OPTIONS]", "", "commands:"]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", "contaccum COMMAND --help lists the options of a command."])

@@ -1,0 +1,70 @@
+"""The parser of every command, and the options that several share: each is declared once, under one name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from contaccum.errors import ConfigError, closest
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses as the rest of contaccum does: one line, raised, not printed with the usage; names the closest option."""
+
+    def __init__(self, command: str, description: str, **kwargs: Any) -> None:
+        super().__init__(prog=f"contaccum {command}", description=description, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """`parse_args`, where an unknown option is told which one it is like."""
+        parsed, unknown = self.parse_known_args(argv)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            hint = closest(unknown[0].split("=")[0].replace("-", "_"), [x.replace("-", "_") for x in options])
+            raise ConfigError(f"unknown argument {unknown[0]!r}{hint.replace('__', '--')} (see {self.prog} --help)")
+        return parsed
+
+    def add_shared(self, *names: str) -> None:
+        """Add options of :data:`SHARED` by name, in this order."""
+        for name in names:
+            self.add_argument(f"--{name}", **SHARED[name])
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "batch_size": {"type": int, "default": 32, "metavar": "N", "help": "texts encoded at once"},
+    "precision": {"choices": PRECISIONS, "default": "float32", "help": "that the encoder runs in"},
+    "device": {"help": "of the model, such as cpu or cuda:1"},
+    "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
+    "query_max_length": {"type": int, "metavar": "TOKENS", "help": "tokens of a query; default: the model's own"},
+    "passage_max_length": {"type": int, "metavar": "TOKENS", "help": "tokens of a passage; default: the model's own"},
+    "similarity": {"choices": ("cos", "dot"), "help": "default: the model's own"},
+    "index": {"default": "Flat", "metavar": "FACTORY", "help": "FAISS factory string; Flat is exact"},
+    "index_parameters": {"metavar": "NAME=VALUE", "help": "FAISS search parameters, such as nprobe=32"},
+    "on_bad_record": {"choices": ("stop", "skip"), "default": "stop", "help": "at a record that cannot be used"},
+    "no_progress": {"action": "store_true", "help": "show no progress bars"},
+    "output": {"type": Path, "required": True, "metavar": "PATH", "help": "what to write"},
+}
+
+
+def load_model(name: str, args: argparse.Namespace) -> Any:
+    """The model ``name`` with the device, lengths and trust of the command line.
+
+    Raises:
+        UserError: when there is none, or it cannot be read.
+    """
+    from contaccum.encoders import DualEncoder, set_max_lengths
+
+    model = DualEncoder.from_pretrained(name, device=args.device, trust_remote_code=args.trust_remote_code)
+    set_max_lengths(model, args.query_max_length, args.passage_max_length)
+    return model
+
+
+def autocast_dtype(args: argparse.Namespace) -> str | None:
+    """``--precision`` as encoding takes it: None for float32."""
+    return None if args.precision == "float32" else args.precision

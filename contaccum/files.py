@@ -1,0 +1,261 @@
+"""Writing files whole or not at all, naming their content, and keeping credentials out of them.
+
+Everything that the package writes for somebody to read later goes through here: results, logs' records, stores,
+checkpoints. It knows no format but JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from contaccum.errors import DataError, UserError
+from contaccum.version import __version__
+
+AnyPath = str | os.PathLike[str]
+
+
+# Whole or not at all -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_file(path: AnyPath) -> Iterator[Path]:
+    """A temporary path beside ``path`` to write to; it takes the name ``path`` when the block ends well.
+
+    Raises:
+        UserError: when the folder cannot be written to, or the disk is full. What was at ``path`` is then untouched.
+    """
+    path = Path(path)
+    with _disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        os.close(handle)
+        part = Path(name)
+        try:
+            yield part
+            _flush(part)
+            part.chmod(0o666 & ~_umask())  # a temporary file is private; a result is as readable as any other
+            os.replace(part, path)
+            _flush(path.parent)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: AnyPath) -> Iterator[Path]:
+    """A hidden folder beside ``path`` to fill; it takes the name ``path`` when the block ends well.
+
+    A folder that lies at ``path`` already is replaced. One left over by a process that was killed is removed first.
+
+    Raises:
+        UserError: when it cannot be written, or the disk is full. What was at ``path`` is then untouched.
+    """
+    path = Path(path)
+    part = path.with_name(f".writing-{path.name}")
+    with _disk_errors(path):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            yield part
+            for file in [*part.rglob("*"), part]:
+                _flush(file)
+            if path.exists():
+                old = path.with_name(f".replaced-{path.name}")
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+                part.rename(path)
+                shutil.rmtree(old)
+            else:
+                part.rename(path)
+            _flush(path.parent)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
+    """Write ``text`` (or its parts, one after the other) to ``path``, whole or not at all."""
+    with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+        file.writelines([text] if isinstance(text, str) else text)
+
+
+def write_json(path: AnyPath, content: Any) -> None:
+    """Write ``content`` as JSON, credentials taken out, whole or not at all. NaN is refused: it is not JSON."""
+    write_text(path, json.dumps(redact_record(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: AnyPath, kind: type = dict) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        DataError: when the file is missing, is not JSON, or its content is not of ``kind``.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a JSON file that can be read ({error})") from error
+    if not isinstance(content, kind):
+        raise DataError(f"{path}: holds a {type(content).__name__}, where a {kind.__name__} is expected")
+    return content
+
+
+def require_writable(path: AnyPath) -> None:
+    """Make the folder of an output file and try it, before hours of work are lost to it.
+
+    Raises:
+        UserError: when ``path`` is a folder or a link to another place, or cannot be written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file")
+    if path.is_symlink():
+        raise UserError(f"{path}: is a link to {os.readlink(path)}, which would be written to; remove the link")
+    with _disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); free the place or name another"
+        ) from error
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def _flush(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows opens no folder
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Names of content ----------------------------------------------------------------------------------------------------
+
+
+class Fingerprint:
+    """sha256 over values in order. Lengths are hashed too, so that ``("ab", "c")`` is not ``("a", "bc")``."""
+
+    def __init__(self, *values: Any) -> None:
+        self._hash = hashlib.sha256()
+        self.add(*values)
+
+    def add(self, *values: Any) -> None:
+        """Texts and bytes as they are, anything else as JSON."""
+        for value in values:
+            data = value if isinstance(value, (bytes, bytearray, memoryview)) else _as_text(value).encode()
+            self._hash.update(len(data).to_bytes(8, "little"))
+            self._hash.update(data)
+
+    def hex(self) -> str:
+        """64 hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def fingerprint(*values: Any) -> str:
+    """The :class:`Fingerprint` of some values."""
+    return Fingerprint(*values).hex()
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def cache_folder(*parts: str) -> Path:
+    """``$CONTACCUM_CACHE``, else ``contaccum`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; ``~`` is expanded in both."""
+    root = os.environ.get("CONTACCUM_CACHE")
+    if not root:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "contaccum")
+    return Path(root).expanduser().joinpath(*parts)
+
+
+# What lies beside every result ---------------------------------------------------------------------------------------
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "sentence-transformers",
+    "accelerate",
+    "datasets",
+    "numpy",
+    "faiss-cpu",
+    "faiss-gpu",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """{package: version} of Python, contaccum and what decides its numbers, of those that are installed."""
+    versions = {"python": platform.python_version(), "contaccum": __version__}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that contaccum runs from; None when it is installed, or git cannot tell."""
+    root = Path(__file__).resolve().parents[1]
+    # An installed contaccum may lie inside somebody else's checkout, whose commit would say nothing about it.
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+# Credentials ---------------------------------------------------------------------------------------------------------
+
+_SECRET_NAMES = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I)
+_SHORTEST_SECRET = 8  # characters: a shorter value would blank half of what is said
+_IN_URL = re.compile(r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I)  # one slash is what a path makes of two
+
+
+def redact(text: str) -> str:
+    """``text`` with ``<NAME>`` for the value of each credential in the environment, and ``***@`` for those of URLs."""
+    found = {
+        value: name
+        for name, value in os.environ.items()
+        if _SECRET_NAMES.search(name) and len(value) >= _SHORTEST_SECRET and not os.path.exists(value)
+    }
+    for value in sorted(found, key=len, reverse=True):
+        text = text.replace(value, f"<{found[value]}>")
+    return _IN_URL.sub(r"\1***@", text)
+
+
+def redact_record(content: Any) -> Any:
+    """The same for every text in a structure of dicts, lists and tuples, keys included."""
+    if isinstance(content, str):
+        return redact(content)
+    if isinstance(content, dict):
+        return {redact_record(key): redact_record(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(redact_record(value) for value in content)
+    return content
