@@ -6,6 +6,7 @@ checkpoints. It knows no format but JSON.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,17 @@ from contaccum.errors import DataError, UserError
 from contaccum.version import __version__
 
 AnyPath = str | os.PathLike[str]
+
+_NO_ROOM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 
 
 # Whole or not at all -------------------------------------------------------------------------------------------------
@@ -131,9 +143,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); free the place or name another"
-        ) from error
+        if error.errno not in _NO_ROOM:  # what is read while writing may fail too
+            raise
+        mend = "free some space, or name another place"
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {mend}") from error
 
 
 def _umask() -> int:
