@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?= --disable-pip-version-check -q
+DEV := $(VENV)/.installed-dev,demo,lightning
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-all lint format clean
 
 # One stamp per set of extras, so that a change of pins reinstalls and nothing else does.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
@@ -18,16 +19,20 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 quickstart: $(VENV)/.installed-demo
 	$(BIN)/python scripts/quickstart.py $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
 
-# A process per core, each with one thread and whole files of tests: what a file sets up is set up once.
-test: $(VENV)/.installed-dev,demo,lightning
+# For every change. A process per core, each with one thread and whole files of tests: what a file sets up is set up once.
+test: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(PYTEST_ARGS)
+
+# Before an issue is called done: the long ones as well (fuzzing, twenty kills, SciFact at full size).
+test-all: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev,demo,lightning
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.installed-dev,demo,lightning
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

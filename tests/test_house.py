@@ -1,0 +1,103 @@
+"""The bounds that keep the project small enough for two people to hold in their heads."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted((ROOT / "contaccum").rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+
+
+def _lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_package_tests_and_docs_stay_within_their_bounds() -> None:
+    assert len(MODULES) <= 60
+    assert _lines(MODULES) <= 9000
+    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 8500
+    docs = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    assert sum(len(text.split()) for text in docs) <= 15_000
+
+
+def test_no_module_is_over_450_lines_and_no_function_over_90() -> None:
+    assert [path.name for path in MODULES if _lines([path]) > 450] == []
+    functions = [
+        f"{path.name}:{node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= 90
+    ]
+    assert functions == []
+
+
+def test_no_circle_of_imports_type_checking_counted() -> None:
+    names = {_name(path) for path in MODULES}
+    imports: dict[str, set[str]] = {}
+    for path, tree in TREES.items():
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("contaccum"):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} & names or {node.module} & names
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & names
+        # The package's own __init__ names its parts for lazy imports; nothing is imported from it inside.
+        imports[_name(path)] = found - {_name(path)} if _name(path) != "contaccum" else set()
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name not in done:
+            for other in sorted(imports[name]):
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in sorted(imports):
+        visit(name, ())
+
+
+def test_every_import_is_declared() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = {re.split(r"[<>=;\[ ]", x)[0].lower().replace("-", "_") for x in re.findall(r'"([^"\n]+)"', pyproject)}
+    called = {"yaml": "pyyaml", "faiss": "faiss_cpu", "pytrec_eval": "pytrec_eval_terrier"}
+    imported = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.split(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"contaccum"}
+    assert {name for name in foreign if called.get(name, name) not in declared} == set()
+
+
+def test_importing_the_package_takes_less_than_a_tenth_of_a_second() -> None:
+    code = "import time; t = time.perf_counter(); import contaccum; print(time.perf_counter() - t)"
+    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
+    assert min(times) < 0.1
+
+
+@pytest.mark.parametrize("command", ["train", "mine", "encode", "search", "evaluate", "open_qa", "compare", "report"])
+def test_a_command_with_a_wrong_option_ends_with_one_line_and_code_2(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from contaccum.cli import main
+
+    started = time.process_time()
+    assert main([command, "--no_such_option", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("contaccum: error: ") and error.count("\n") == 1
+    assert time.process_time() - started < 60
