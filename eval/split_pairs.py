@@ -1,25 +1,104 @@
-"""`python eval/split_pairs.py PAIRS OUT`: hold out dev and test sets, by passage, from a file of training pairs."""
+"""`python eval/split_pairs.py PAIRS OUT`: hold out dev and test sets, by passage, from a file of training pairs.
+
+Where passages occur more than once, splitting by question would put the same passage into training and test. Here a hash
+of the passage's text decides, so that every run and machine agrees.
+"""
+
+from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 from pathlib import Path
 
+from contaccum.data import load_training_data
+from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.files import atomic_folder
+
+Pair = tuple[str, str, str]  # hash of the passage, query, passage
+
+
+def split_pairs(
+    source: str | Path, output: str | Path, dev: float = 0.1, test: float = 0.1, limit: int | None = None
+) -> dict[str, int]:
+    """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``.
+
+    Passages are ordered by a hash of their text: the last share (``dev``) is the dev set, the one before it (``test``) the
+    test set. A corpus is its set's own passages; equal passages are one document. A training pair whose query is also
+    asked in a held-out set is left out, and so is a test query that dev asks.
+
+    Args:
+        source: training pairs in any format that :func:`load_training_data` reads.
+        output: a folder that does not exist yet.
+        dev, test: shares of the passages.
+        limit: passages of each part that stay, first by hash; None: all.
+
+    Returns:
+        Counts: pairs of ``train``, queries of ``dev`` and ``test``, and pairs ``left_out``.
+
+    Raises:
+        ConfigError: shares that leave nothing to train on.
+        DataError: for unreadable input, an output that exists, or a part that comes out empty.
+    """
+    if dev <= 0 or test < 0 or dev + test >= 1:
+        raise ConfigError(f"dev={dev} and test={test} are shares of the passages: above 0, and below 1 together")
+    if Path(output).exists():
+        raise DataError(f"{output}: exists already; choose another folder or remove it")
+    dataset = load_training_data(source, on_bad_record="skip", positives="first").dataset
+    parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
+    for row in dataset:
+        digest = hashlib.sha256(row["positive"].encode()).hexdigest()
+        place = int(digest[:15], 16) / 16**15
+        part = "dev" if place >= 1 - dev else "test" if place >= 1 - dev - test else "train"
+        parts[part].append((digest, row["query"], row["positive"]))
+    if limit is not None:
+        for name, pairs in parts.items():
+            first = set(sorted({digest for digest, _, _ in pairs})[:limit])
+            parts[name] = [pair for pair in pairs if pair[0] in first]
+    pairs_before = len(parts["train"]) + len(parts["test"])
+    asked = {query for _, query, _ in parts["dev"]}
+    parts["test"] = [pair for pair in parts["test"] if pair[1] not in asked]
+    asked |= {query for _, query, _ in parts["test"]}
+    parts["train"] = [pair for pair in parts["train"] if pair[1] not in asked]
+    for name in ("train", "dev", *(("test",) if test else ())):
+        if not parts[name]:
+            raise DataError(f"{source}: its {name} part is empty; give it a larger share")
+
+    with atomic_folder(output) as folder:
+        lines = (json.dumps({"query": query, "positive": passage}) + "\n" for _, query, passage in parts["train"])
+        (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+        counts = {"train": len(parts["train"]), "dev": _write_beir(parts["dev"], folder / "dev"), "test": 0}
+        if test:
+            counts["test"] = _write_beir(parts["test"], folder / "test")
+    return {**counts, "left_out": pairs_before - len(parts["train"]) - len(parts["test"])}
+
+
+def _write_beir(pairs: list[Pair], folder: Path) -> int:
+    """A BEIR folder with the split ``test``; returns how many queries it has."""
+    (folder / "qrels").mkdir(parents=True)
+    documents = {digest[:16]: passage for digest, _, passage in pairs}
+    queries = {query: f"q{number}" for number, query in enumerate(dict.fromkeys(query for _, query, _ in pairs))}
+    judged = [f"{queries[query]}\t{digest[:16]}\t1" for digest, query, _ in dict.fromkeys(pairs)]
+    corpus = [json.dumps({"_id": name, "title": "", "text": text}) for name, text in documents.items()]
+    asked = [json.dumps({"_id": name, "text": text}) for text, name in queries.items()]
+    files = {"qrels/test.tsv": ["query-id\tcorpus-id\tscore", *judged], "corpus.jsonl": corpus, "queries.jsonl": asked}
+    for name, lines in files.items():
+        (folder / name).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return len(queries)
+
+
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-    from contaccum.data.splits import split_pairs
-    from contaccum.errors import UserError
-
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", help="pairs in any format that `contaccum train` reads")
     parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders")
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
-    parser.add_argument("--limit", type=int, help="passages of each part to keep")
+    parser.add_argument("--limit", type=int, help="passages of each part that stay")
     options = parser.parse_args()
     try:
-        pairs = split_pairs(options.pairs, options.output, dev=options.dev, test=options.test, limit=options.limit)
-        print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in pairs.items()))
+        split = split_pairs(options.pairs, options.output, dev=options.dev, test=options.test, limit=options.limit)
+        print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items()))
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)
         sys.exit(2)

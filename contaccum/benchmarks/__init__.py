@@ -1,1 +1,0 @@
-"""Benchmarks that users can run: `contaccum bench update`."""
