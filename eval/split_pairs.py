@@ -1,7 +1,7 @@
 """`python eval/split_pairs.py PAIRS OUT`: hold out dev and test sets, by passage, from a file of training pairs.
 
-Where passages occur more than once, splitting by question would put the same passage into training and test. Here a hash
-of the passage's text decides, so that every run and machine agrees.
+Where passages occur more than once, splitting by question would put the same passage into training and test. Here a
+hash of the passage's text decides, so that every run and machine agrees.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def split_pairs(
 ) -> dict[str, int]:
     """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``.
 
-    Passages are ordered by a hash of their text: the last share (``dev``) is the dev set, the one before it (``test``) the
-    test set. A corpus is its set's own passages; equal passages are one document. A training pair whose query is also
-    asked in a held-out set is left out, and so is a test query that dev asks.
+    Passages are ordered by a hash of their text: the last share (``dev``) is the dev set, the one before it (``test``)
+    the test set. A corpus is its set's own passages; equal passages are one document. A training pair whose query is
+    also asked in a held-out set is left out, and so is a test query that dev asks.
 
     Args:
         source: training pairs in any format that :func:`load_training_data` reads.
