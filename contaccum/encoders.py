@@ -280,10 +280,10 @@ def require_model(name: str) -> None:
         raise UserError(f"{name}: is a file; name the folder that the model was saved to")
     if os.path.isabs(name) or name.startswith(".") or name.count("/") > 1 or not name.strip("/"):
         raise UserError(f"{name}: no such model folder")
-    if any(isinstance(try_to_load_from_cache(x, "config.json"), str) for x in (name, f"sentence-transformers/{name}")):
-        return
+    names = [name] if "/" in name else [name, f"sentence-transformers/{name}"]
     try:
-        HfApi().model_info(name, timeout=5)
+        if not any(isinstance(try_to_load_from_cache(repo, "config.json"), str) for repo in names):
+            HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
         return  # the hub was asked; the library knows other names for a model, and says what it looked for
     except Exception as error:  # what is raised without a network is the affair of the hub's HTTP client
