@@ -56,14 +56,12 @@ class ContAccumLoss(nn.Module):
     Recommendations:
         - Set ``gradient_accumulation_steps`` so that ``bank_size`` is a few updates' worth of pairs: older entries
           come from an encoder that no longer exists.
-        - In evaluation (``model.eval()``) the loss is that of the batch alone, so that ``eval_loss`` compares with
-          other losses and does not move as the bank fills.
+        - In eval mode the loss is that of the batch alone, so that ``eval_loss`` compares with other losses.
 
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
-        - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, at the price of a second
-          forward pass and a batch as large as the number of negatives.
-        - Works inside :class:`MatryoshkaLoss`: each dimension keeps a bank of its own. Not inside
+        - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, and a second forward pass.
+        - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
 
     Example::

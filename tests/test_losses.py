@@ -79,7 +79,7 @@ def test_trains_in_a_plain_sentence_transformer_trainer(model: DualEncoder, colu
     ).train()
     assert loss.info_nce is not None and loss.info_nce.bank is not None
     assert loss.info_nce.bank.fill == 8
-    assert int(loss.info_nce.bank.enqueued) == 24
+    assert loss.info_nce.bank.pairs == 24
     assert loss.last["columns"] == (4 + 8) * (columns - 1)
     for tower in (model.query_encoder, model.passage_encoder):
         names = {id(p): name for name, p in model.named_parameters()}

@@ -178,15 +178,6 @@ def test_tokenizer_code_of_a_folder_is_not_run(harmless: Path, tmp_path: Path, m
     assert type(model.tokenizer).__module__.startswith("transformers.") and not mark.exists()
 
 
-def test_an_activation_of_the_folder_s_choice_is_not_imported(harmless: Path, tmp_path: Path, mark: Path) -> None:
-    """sentence-transformers says so and takes Tanh."""
-    folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
-    write_own_code(folder, mark)
-    change(folder / "2_Dense" / "config.json", activation_function="evil.Evil")
-    model = DualEncoder.from_pretrained(folder)
-    assert isinstance(model[2].activation_function, torch.nn.Tanh) and not mark.exists()
-
-
 def test_code_of_a_folder_runs_by_the_flag_alone(harmless: Path, tmp_path: Path, mark: Path) -> None:
     """The payload of these tests does run once it is asked for: what refuses it above is the missing flag."""
     folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
