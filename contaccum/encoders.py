@@ -262,7 +262,7 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
         raise UserError(f"{path}: its weights are damaged ({error}); save or fetch it again") from error
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 

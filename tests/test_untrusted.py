@@ -185,7 +185,7 @@ def test_code_of_a_folder_runs_by_the_flag_alone(harmless: Path, tmp_path: Path,
     modules = json.loads((folder / "modules.json").read_text())
     modules[1]["type"] = "evil.Evil"
     (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(UserError):  # it is no module that works
+    with pytest.raises(TypeError):  # it is no module that works
         DualEncoder.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()
     assert inspect.signature(DualEncoder.from_backbone).parameters["trust_remote_code"].default is False
