@@ -16,6 +16,7 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from contaccum.data.samplers import LENGTH_WINDOW, SET_SAMPLERS
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact_record
 from contaccum.grad_norms import BALANCES
@@ -27,8 +28,6 @@ BANK_METHODS = ("contaccum", "pre_batch")
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SET_SAMPLERS = ("proportional", "round_robin", "temperature", "weights")
-_SHORTEST_WINDOW = 16  # micro-batches sorted by length together, at least
 
 
 def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -267,7 +266,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     def lengths_sorted(self) -> int:
         """Micro-batches sorted by length together: whole updates, which are then samples of all lengths."""
         k = self.gradient_accumulation_steps
-        return self.length_window or (k if k >= _SHORTEST_WINDOW // 2 else -(-_SHORTEST_WINDOW // k) * k)
+        return self.length_window or (k if k >= LENGTH_WINDOW // 2 else -(-LENGTH_WINDOW // k) * k)
 
     @property
     def avoids_duplicates(self) -> bool:

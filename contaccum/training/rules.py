@@ -178,7 +178,7 @@ DATA_RULES: Rules = {  # of the command line, whose data is known by its argumen
         lambda d, a: d.streaming and a.groups_by_length
     ),
     f"topic_column={{a.topic_column}} {_STREAM}. Drop one of them": lambda d, a: d.streaming and a.topic_column,
-    f"batch_sampler={{a.batch_sampler}} {_STREAM} (the bank methods mask duplicates). Drop one of them": (
+    f"batch_sampler {_STREAM} (the bank methods mask duplicates). Drop one of them": (
         lambda d, a: d.streaming and name_of(a.batch_sampler) != "batch_sampler"
     ),
     f"per_device_train_batch_size=auto {_STREAM}, nor the longest. Give a number": (
