@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -163,7 +164,7 @@ def _stored(source: Source, selection: Selection, negatives_to_come: bool, sniff
     report = RecordReport(source.on_bad_record)
     folder, records, about = _cached(source, report)
     report.restore(about["report"])
-    counts = np.concatenate([_lengths(records, "negatives"), _lengths(records, "positives")]).reshape(2, -1)
+    counts = np.memmap(folder / _COUNTS, dtype="<i4", mode="r").reshape(-1, 2).T
     rows = _rows(source, selection, counts, records, report)
     size = len(records) if rows is None else len(rows)
     h = selection.num_hard_negatives
@@ -189,7 +190,8 @@ def _stored(source: Source, selection: Selection, negatives_to_come: bool, sniff
     )
 
 
-_ABOUT, _PAIRS, _KNOWN = "about.json", "pairs.int64", "known.int64"
+_ABOUT, _COUNTS, _PAIRS, _KNOWN = "about.json", "counts.int32", "pairs.int64", "known.int64"
+_COUNT = struct.Struct("<2i")  # negatives and positives of a record
 
 
 def _cached(source: Source, report: RecordReport) -> tuple[Path, Dataset, dict[str, Any]]:
@@ -234,10 +236,11 @@ def _written(source: Source, report: RecordReport, folder: Path) -> Iterator[dic
     """The records for Arrow; what is known about them lies beside them at the end."""
     texts, with_negatives = Content(), Content()
     count = 0
-    with open(folder / _PAIRS, "wb") as file:
+    with open(folder / _PAIRS, "wb") as pairs_file, open(folder / _COUNTS, "wb") as counts_file:
         for line, record in source.records(report):
             query = text_hash(record.query)
-            file.write(b"".join(query + text_hash(positive) for positive in record.positives))
+            pairs_file.write(b"".join(query + text_hash(positive) for positive in record.positives))
+            counts_file.write(_COUNT.pack(len(record.negatives), len(record.positives)))
             texts.add(record.query, *record.positives, "", record.topic or "")
             with_negatives.add(*record.negatives, "")
             count += 1
@@ -293,32 +296,26 @@ def _cannot_store(error: BaseException) -> DataError:
 # Rows of records -----------------------------------------------------------------------------------------------------
 
 
-def _lengths(records: Dataset, column: str) -> np.ndarray:
-    import pyarrow.compute as pc
-
-    return np.concatenate([pc.list_value_length(chunk).to_numpy() for chunk in records.data.column(column).chunks])
-
-
 def _rows(
     source: Source, selection: Selection, counts: np.ndarray, records: Dataset, report: RecordReport
 ) -> np.ndarray | None:
     """int64 (N, 2), the record of each row and which of its positives; None where row i is record i."""
     negatives, positives = counts
     short = negatives < selection.num_hard_negatives
-    judged = source.data_format in JUDGED
     if short.any() and selection.missing_negatives != "fill":
         file = source.path
         if source.data_format == "msmarco" and file.is_dir():
             file = qrels_file(file, source.split)
-        for place in np.flatnonzero(short).tolist():
-            lost = int(positives[place]) if judged else 1
-            report.used -= lost
-            if selection.missing_negatives == "drop":
-                report.leave_out(file, DROPPED, lost)
-                continue
+        lost = np.where(source.data_format in JUDGED, positives, 1)
+        report.used -= int(lost[short].sum())
+        if selection.missing_negatives == "drop":
+            report.leave_out(file, DROPPED, int(lost[short].sum()))
+        for place in np.flatnonzero(short).tolist() if selection.missing_negatives == "stop" else ():
             detail = f"{negatives[place]} where num_hard_negatives is {selection.num_hard_negatives}"
-            mend = "lower num_hard_negatives, or set missing_negatives to fill"
-            report.reject(file, records[place]["line"], Fault("too few hard negatives", detail, mend), lost)
+            fault = Fault(
+                "too few hard negatives", detail, "lower num_hard_negatives, or set missing_negatives to fill"
+            )
+            report.reject(file, records[place]["line"], fault, int(lost[place]))
     kept = np.flatnonzero(~short) if selection.missing_negatives != "fill" else np.arange(len(short))
     if selection.positives != "all" or (positives[kept] == 1).all():
         return None if len(kept) == len(short) else np.column_stack([kept, np.zeros_like(kept)])

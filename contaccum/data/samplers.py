@@ -33,7 +33,7 @@ SET_SAMPLERS = ("proportional", "round_robin", "temperature", "weights")
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What columns other than texts say about the N rows of a data set: (N,) each, or None."""
+    """What is known about the N rows of a data set beside their texts: (N,) each, or None."""
 
     topics: np.ndarray | None = None
     lengths: np.ndarray | None = None
@@ -135,66 +135,33 @@ class _HashedRows:
         return dict(enumerate(self._hashes[row].tolist()))
 
 
-def check_batches(args: Any) -> None:
-    """Refuse ways of making batches that cannot go together.
-
-    Raises:
-        ConfigError: naming both settings and the way out.
-    """
-    asked = [f"topic_column={args.topic_column}"] if args.topic_column else []
-    asked += ["train_sampling_strategy=group_by_length"] if args.groups_by_length else []
-    if asked and (args.own_batch_sampler or args.avoids_duplicates):
-        shown = getattr(args.batch_sampler, "value", getattr(args.batch_sampler, "__name__", args.batch_sampler))
-        raise ConfigError(
-            f"batch_sampler={shown} with {asked[0]}: each makes batches its own way. Drop one of them (the bank "
-            "methods mask duplicates whatever the batches)"
-        )
-
-
 def take_row_facts(args: Any, dataset: Any) -> tuple[Any, dict[str | None, RowFacts]]:
-    """The training data without its columns of topics and lengths, which are no texts to encode, and what they say.
+    """The data without its column of topics, which are no texts to encode; and topics and lengths, where asked for.
+
+    A length is the characters of all of a row's texts together.
 
     Returns:
         the data set (or data sets by name), and the facts by its name (None for a single one).
 
     Raises:
-        ConfigError: when there is no such column, or the data is a stream, whose rows cannot be put together.
+        ConfigError: when the data is a stream, whose rows cannot be put together.
     """
     if dataset is None or not (args.topic_column or args.groups_by_length):
         return dataset, {}
-    facts = {}
+    left, facts = {}, {}
     for name, part in dataset.items() if isinstance(dataset, dict) else ((None, dataset),):
-        asked = f"topic_column={args.topic_column}" if args.topic_column else "train_sampling_strategy=group_by_length"
         if not hasattr(part, "__len__"):
+            asked = f"topic_column={args.topic_column}" if args.topic_column else "group_by_length"
             raise ConfigError(f"{asked} with streamed training data: its rows cannot be grouped. Drop it")
-        if args.topic_column and args.topic_column not in part.column_names:
-            raise ConfigError(f"{asked}: the training data has only the columns {', '.join(part.column_names)}")
-        facts[name] = RowFacts(_topics(args, part), _lengths(args, part))
-    return _without_facts(args, dataset), facts
-
-
-def _topics(args: Any, dataset: Any) -> np.ndarray | None:
-    return np.asarray(dataset.with_format(None)[args.topic_column][:]) if args.topic_column else None
-
-
-def _lengths(args: Any, dataset: Any) -> np.ndarray | None:
-    """What the column of lengths says, or else characters, of all of a row's texts together."""
-    if not args.groups_by_length:
-        return None
-    if args.length_column_name in dataset.column_names:
-        return np.asarray(dataset.with_format(None)[args.length_column_name][:])
-    texts = first_texts(_without_facts(args, dataset))
-    return np.array(
-        [sum(len(text or "") for text in row) for batch in texts for row in zip(*batch.values(), strict=True)]
-    )
-
-
-def _without_facts(args: Any, dataset: Any) -> Any:
-    if isinstance(dataset, dict):
-        return type(dataset)({name: _without_facts(args, part) for name, part in dataset.items()})
-    names = {args.topic_column, args.length_column_name if args.groups_by_length else None}
-    found = [name for name in dataset.column_names if name in names]
-    return dataset.remove_columns(found) if found else dataset
+        topics = lengths = None
+        if args.topic_column in part.column_names:
+            topics = np.asarray(part.with_format(None)[args.topic_column][:])
+            part = part.remove_columns(args.topic_column)
+        if args.groups_by_length:
+            rows = (row for batch in first_texts(part) for row in zip(*batch.values(), strict=True))
+            lengths = np.array([sum(len(text or "") for text in row) for row in rows])
+        left[name], facts[name] = part, RowFacts(topics, lengths)
+    return (type(dataset)(left) if isinstance(dataset, dict) else left[None]), facts
 
 
 def make_batch_sampler(
@@ -211,6 +178,9 @@ def make_batch_sampler(
 
     Args:
         facts: of the rows of ``dataset``; None for one that is not trained on, whose rows are not grouped.
+
+    Raises:
+        ConfigError: there is no such column of topics.
     """
     if args.own_batch_sampler or not hasattr(dataset, "__len__"):
         return None
@@ -218,6 +188,9 @@ def make_batch_sampler(
         # A generator of its own, as sets take turns: it is seeded by seed and epoch when an epoch begins.
         own = torch.Generator()
         return NoDuplicatesBatchSampler(_HashedRows(dataset), batch_size, drop_last, None, own, seed)
+    if args.topic_column and facts is not None and facts.topics is None:
+        columns = ", ".join(dataset.column_names)
+        raise ConfigError(f"topic_column={args.topic_column}: the training data has only the columns {columns}")
     facts = facts or RowFacts()
     return EpochBatchSampler(
         *(dataset, batch_size, drop_last, valid_label_columns, generator, seed),
