@@ -32,11 +32,11 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.report.sources import read_comparison
     from contaccum.training.config import load_data
 
-    options = read_options(files, rest, [name for action in parser._actions for name in action.option_strings])
-    if redact_record([*argv, options]) != [*argv, options]:
+    own = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
+    options = read_options(files, rest, own)
+    if redact_record([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
         raise ConfigError("a credential among the options, which are written down: put it into the environment")
-    method = options.get("method", ["contaccum"])[0]
-    entries = read_entries([] if asked.only_variants else asked.methods, asked.variant, method)
+    entries = read_entries([] if asked.only_variants else asked.methods, asked.variant)
     plan = make_plan(options, entries, read_grid(asked.grid), list(dict.fromkeys(asked.seeds)), asked.baseline)
     evaluation = EvaluationSettings(
         **{name: getattr(asked, f"eval_{name}") for name in EvaluationSettings.__dataclass_fields__}
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
         shutil.rmtree(job["folder"], ignore_errors=True)
         Path(job["folder"]).mkdir(parents=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = torch.accelerator.is_available() and options.get("use_cpu", ["false"]) != ["true"]
+    alone = torch.accelerator.is_available() and "use_cpu" not in options
     jobs = min(asked.jobs or (1 if alone else max(1, cores // 2)), max(1, len(todo)))
     failed = run_jobs(todo, jobs, max(1, cores // jobs), lambda line: print(line, flush=True))
 
@@ -77,7 +77,9 @@ def run(argv: Sequence[str]) -> int:
     about = {
         "command": shlex.join(["contaccum", "compare", *argv]),
         "settings": {
-            "options": {key: " ".join(values) if values else "true" for key, values in options.items()},
+            "options": {
+                key: " ".join(tokens).removeprefix(f"--{key}")[1:] or "true" for key, tokens in options.items()
+            },
             "evaluation": {key: value for key, value in vars(evaluation).items() if key != "data"},
         },
         "data": {"evaluation": sets, "train": sorted(set(fingerprints.values()))},

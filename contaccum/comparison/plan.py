@@ -20,7 +20,9 @@ from contaccum.files import fingerprint
 from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, METHODS, ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, as_options, parse, unknown_key
 
-Options = dict[str, list[str]]  # key -> its values as text; none for a bare flag
+Options = dict[
+    str, list[str]
+]  # key -> what the parser of `contaccum train` gets for it, such as ["--bank_size", "512"]
 
 KEYS = frozenset(f.name for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments) for f in fields(cls))
 # Settings of the loss that every method has; the others are the bank's.
@@ -114,11 +116,9 @@ def read_options(files: Sequence[str], given: Sequence[str], own: Sequence[str] 
     Raises:
         ConfigError: a file that cannot be read, an unknown key, one that a comparison sets itself.
     """
-    options: Options = {}
-    for name in files:
-        options |= _by_key(as_options(name, KEYS))
+    read = _by_key([token for name in files for token in as_options(name, KEYS)])
     # What a config says for `contaccum train` is replaced; what is asked of a comparison is answered.
-    options = {key: values for key, values in options.items() if key == "method" or key not in _NOT_IN_A_COMPARISON}
+    options = {key: tokens for key, tokens in read.items() if key not in _NOT_IN_A_COMPARISON}
     asked = _by_key(given)
     for key in asked:
         _check_key(key, "on the command line", own)
@@ -130,15 +130,12 @@ def _by_key(tokens: Sequence[str]) -> Options:
     key = ""
     for token in tokens:
         if token.startswith("--"):
-            key, equals, value = token[2:].partition("=")
-            key = key.replace("-", "_")
-            if key not in KEYS and key.startswith("no_") and key[3:] in KEYS:
-                key, equals, value = key[3:], "=", "false"
-            options[key] = [value] if equals else []
+            name = token[2:].partition("=")[0].replace("-", "_")
+            key = name if name in KEYS else name.removeprefix("no_")
+            options[key] = []
         elif not key:
             raise ConfigError(f"unexpected {token!r} before any --key (config files come first)")
-        else:
-            options[key].append(token)
+        options[key].append(token)
     return options
 
 
@@ -167,21 +164,20 @@ def read_grid(given: Sequence[str]) -> dict[str, list[str]]:
     return grid
 
 
-def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]], default_method: str) -> list[Entry]:
-    """The methods, then the variants, each ``[NAME, key=value, ...]``.
+def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[Entry]:
+    """The methods, then the variants, each ``[NAME, key=value, ...]``; a variant that names no method is contaccum.
 
     Raises:
         ConfigError: an unknown method or key, or a name that is taken.
     """
     entries = [Entry(method, method, {}) for method in dict.fromkeys(methods)]
     for name, *pairs in variants:
-        where = f"--variant {name}"
         if "=" in name or name in [entry.name for entry in entries] or not all("=" in pair for pair in pairs):
-            raise ConfigError(f"{where} {' '.join(pairs)}: write a name that is not taken, then key=value ...")
+            raise ConfigError(f"--variant {name} {' '.join(pairs)}: write a name that is not taken, then key=value ...")
         overrides = {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
-        method = overrides.pop("method", None) or default_method
+        method = overrides.pop("method", None) or "contaccum"
         for key in overrides:
-            _check_key(key, f"in {where}")
+            _check_key(key, f"in --variant {name}")
         entries.append(Entry(name, method, overrides))
     for entry in entries:
         check_choice(f"{entry.name}: method", entry.method, METHODS)
@@ -234,45 +230,44 @@ def make_plan(
             labels = entry.labels(cell, grid)
             if entry.name != baseline and not labels.items() <= cell.items():
                 continue
-            settings, labels = _settings(entry, options, labels)
+            changes = {**entry.overrides, **{key: _value(value) for key, value in labels.items()}}
+            tokens = [*_tokens(entry.method, options, changes), "--save_strategy=no", "--disable_tqdm=true"]
+            if entry.method == "in_batch":
+                tokens, labels = _one_batch(tokens, labels)
             name = _slug(entry.name, labels)
             cells[-1][1][entry.name] = name
-            groups[name] = groups.get(name) or _group(name, entry, labels, settings)
+            groups[name] = groups.get(name) or _group(name, entry, labels, tokens)
     ordered = sorted(groups.values(), key=lambda group: names.index(group.entry))
     return Plan(entries, grid, list(seeds), baseline, {group.name: group for group in ordered}, cells)
 
 
-def _settings(entry: Entry, options: Options, labels: dict[str, str]) -> tuple[Options, dict[str, str]]:
-    """The options of an entry with these of the grid's values, and the values as its group is labelled."""
-    settings = {key: list(values) for key, values in options.items() if applies(key, entry.method)}
-    changes = {"method": entry.method, **entry.overrides, **{key: _value(value) for key, value in labels.items()}}
-    for key, value in changes.items():
-        settings.pop(key, None)
-        if value is not None:
-            settings[key] = [value]
-    if entry.method == "in_batch":  # all pairs of an update in one batch, which is what the others accumulate to
-        local, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
-        default = ContAccumTrainingArguments.__dataclass_fields__[local].default
-        try:
-            pairs = str(int(settings.get(local, [default])[0]) * int(settings.pop(steps, ["1"])[0]))
-        except (ValueError, IndexError) as error:
-            raise ConfigError(f"{local} and {steps} must be whole numbers for in_batch") from error
-        settings[local] = [pairs]
-        if labels.keys() & {local, steps}:
-            labels = {**{key: value for key, value in labels.items() if key != steps}, local: pairs}
-    return settings, labels
+def _tokens(method: str, options: Options, changes: Mapping[str, str | None]) -> list[str]:
+    """The options that mean something to a method, with changes; None leaves an argument at its default."""
+    found = [
+        token for key, tokens in options.items() if applies(key, method) and key not in changes for token in tokens
+    ]
+    # One token with "=", so that a value may start with a dash.
+    return [f"--method={method}", *found, *(f"--{key}={value}" for key, value in changes.items() if value is not None)]
 
 
-def _group(name: str, entry: Entry, labels: Mapping[str, str], settings: Options) -> Group:
-    # One token with "=" where it can be, so that a value may start with a dash.
-    options = [f"--{key}={values[0]}" for key, values in settings.items() if len(values) == 1]
-    for key, values in settings.items():
-        options += [f"--{key}", *values] if len(values) != 1 else []
-    options += ["--save_strategy=no", "--disable_tqdm=true"]
+def _one_batch(tokens: list[str], labels: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """All pairs of an update in one batch, which is what the other methods accumulate to; and so the labels."""
+    local, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    pairs = str(_parse("in_batch", [*tokens, "--method=grad_accum"])[2].total_train_batch_size)
+    if labels.keys() & {local, steps}:
+        labels = {**{key: value for key, value in labels.items() if key != steps}, local: pairs}
+    return [*tokens, f"--{local}={pairs}", f"--{steps}=1"], labels
+
+
+def _parse(name: str, tokens: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
     try:
-        parsed = parse([*options, "--output_dir=unused"])
+        return parse([*tokens, "--output_dir=unused"])
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
+
+
+def _group(name: str, entry: Entry, labels: Mapping[str, str], tokens: list[str]) -> Group:
+    parsed = _parse(name, tokens)
     args = parsed[2]
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
         raise ConfigError(f"{name}: eval_strategy in a comparison: drop it, and use --eval_updates N instead")
@@ -288,7 +283,7 @@ def _group(name: str, entry: Entry, labels: Mapping[str, str], settings: Options
     for given, default in zip(map(_as_dict, parsed), map(_as_dict, defaults), strict=True):
         arguments |= {key: value for key, value in given.items() if key not in _PLACES and default.get(key) != value}
     arguments = json.loads(json.dumps(arguments, default=str))
-    return Group(name, entry.name, entry.method, labels, options, arguments, parsed)
+    return Group(name, entry.name, entry.method, labels, tokens, arguments, parsed)
 
 
 def _as_dict(arguments: Any) -> dict[str, Any]:

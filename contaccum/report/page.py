@@ -56,12 +56,17 @@ def build_page(paths: Sequence[Path], metric: str | None = None, title: str | No
     Raises:
         UserError: a path that is nothing to report of, or is damaged; a metric that no result has.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
     sources = read_sources(paths)
     loader = FileSystemLoader(_HERE)
     templates = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: redact(value) if type(value) is str else value,  # before it is escaped
     )
     templates.filters["plain"] = plain
     style, script = ((_HERE / name).read_text(encoding="utf-8").strip() for name in ("page.css", "page.js"))
@@ -83,7 +88,7 @@ def build_page(paths: Sequence[Path], metric: str | None = None, title: str | No
         )
     except ConfigError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         where = ", ".join(str(source.path) for source in sources)
         raise DataError(f"{where}: damaged: does not hold what contaccum writes ({error!r})") from error
     return redact(page)
@@ -121,7 +126,7 @@ def _training(runs: Sequence[Source]) -> dict[str, Any]:
         "runs": [
             {
                 "of": run,
-                "update": run.log[-1]["update"] if run.log else 0,
+                "last": run.log[-1]["update"] if run.log else 0,
                 "loss": next(reversed(_numbers(run.log, "loss")), None),
                 "best": best_figure(run),
                 "seconds": statistics.median(_numbers(run.log, "seconds") or [0.0]),

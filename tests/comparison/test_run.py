@@ -1,0 +1,150 @@
+"""One run: the same pairs and weights for every method; and the processes of several."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from contaccum.comparison.plan import make_plan, read_entries, read_options
+from contaccum.comparison.run import EvaluationSettings, differences, job_of, run_job, run_jobs
+from contaccum.errors import DataError
+from contaccum.training.config import load_data
+from contaccum.training.trainer import ContAccumTrainer
+
+
+def jobs_of(tokens: list[str], beir: str, methods: list[str], folder: Path) -> list[dict[str, Any]]:
+    evaluation = EvaluationSettings([beir], "test", 0, False, None, None, "float32", 32)
+    groups = make_plan(read_options([], tokens), read_entries(methods, []), {}, [3]).groups.values()
+    found = []
+    for group in groups:
+        (folder / group.name).mkdir(parents=True)
+        train_data = load_data(group.parsed[1], group.parsed[2]).fingerprint
+        found.append(job_of(group, 3, folder / group.name, evaluation, train_data, evaluation.about()))
+    return found
+
+
+def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_each_update(
+    tokens: list[str], beir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[bytes]] = []
+    step = ContAccumTrainer.training_step
+
+    def recording(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        seen.extend(set() for _ in range(self.state.global_step + 1 - len(seen)))
+        for pair in zip(inputs["query_input_ids"], inputs["positive_input_ids"], strict=True):
+            seen[-1].add(b"|".join(ids[ids > 0].numpy().tobytes() for ids in pair))
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(ContAccumTrainer, "training_step", recording)
+    results, updates = [], []
+    for job in jobs_of(tokens, beir, ["in_batch", "contaccum"], tmp_path):
+        results.append(run_job(job))
+        updates.append(seen.copy())
+        seen.clear()
+    assert updates[0] == updates[1] and list(map(len, updates[0])) == [12, 12, 12, 7] * 2
+    for key, different in (("initial_weights", 1), ("data_order", 1), ("final_weights", 2)):
+        assert len({result[key] for result in results}) == different
+    for result in results:
+        assert (result["updates"], result["pairs_per_update"], result["curve"]) == (8, 12, [])
+        assert result["train_seconds"] > 0 and result["peak_memory_mb"] > 10 and result["grad_norm_ratio"] > 0
+    assert json.loads(json.dumps(results)) == results
+
+
+def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str], beir: str) -> None:
+    from contaccum.comparison.run import _data_order
+
+    def orders(*more: str) -> set[str]:
+        plan = make_plan(read_options([], [*tokens, *more]), read_entries(["in_batch", "grad_accum"], []), {}, [0])
+        data = load_data(*next(iter(plan.groups.values())).parsed[1:])
+        return {_data_order(group.parsed[2], data) for group in plan.groups.values()}
+
+    assert len(orders()) == 1
+    assert len(orders("--batch_sampler=no_duplicates")) == 2
+    assert orders("--data_seed=7") != orders()
+
+
+def test_data_that_changed_meanwhile_is_refused(tokens: list[str], beir: str, tmp_path: Path) -> None:
+    (job,) = jobs_of(tokens, beir, ["grad_accum"], tmp_path)
+    job["identity"]["train_data"] = "0" * 64
+    with pytest.raises(DataError, match="has changed"):
+        run_job(job)
+
+
+def test_what_changed_between_two_runs_is_named() -> None:
+    before = {"arguments": {"bank_size": 8}, "train_data": "a" * 64, "evaluation": {"updates": 0}}
+    now = {"arguments": {"learning_rate": 1e-4}, "train_data": "b" * 64, "evaluation": {"updates": 5}}
+    assert differences(before, before) == []
+    assert differences(before, now) == [
+        "bank_size was 8, is default",
+        "learning_rate was default, is 0.0001",
+        "train_data was aaaaaaaa, is bbbbbbbb",
+        "updates was 0, is 5",
+    ]
+
+
+# Stands for contaccum.comparison.run: does what the job says.
+CHILD = """
+import json, os, signal, sys
+from pathlib import Path
+job = json.loads(Path(sys.argv[1]).read_text())
+if job["what"] == "fail":
+    print("reading", file=sys.stderr)
+    sys.exit("no such thing")
+if job["what"] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if job["what"] == "hang":
+    os.read(0, 1)  # until the parent is gone
+if job["what"] == "ok":
+    (Path(job["folder"]) / "result.json").write_text(os.environ["OMP_NUM_THREADS"])
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+
+    def run(whats: list[str], at_once: int, progress: Any) -> dict[str, str]:
+        jobs = [{"name": f"{n}-{what}", "folder": str(tmp_path / str(n)), "what": what} for n, what in enumerate(whats)]
+        for job in jobs:
+            Path(job["folder"]).mkdir()
+        return run_jobs(jobs, at_once, 3, progress, (sys.executable, str(script)))
+
+    return run
+
+
+def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_once(start: Any, tmp_path: Path) -> None:
+    lines: list[str] = []
+    failed = start(["fail", "ok", "killed", "nothing", "ok"], 2, lines.append)
+    assert failed == {
+        "0-fail": "exit code 1: no such thing",
+        "2-killed": "killed by SIGKILL (out of memory?): nothing on stderr",
+        "3-nothing": "ended without a result: nothing on stderr",
+    }
+    assert (tmp_path / "1" / "result.json").read_text() == (tmp_path / "4" / "result.json").read_text() == "3"
+    running = [0]
+    for line in lines:
+        running.append(running[-1] + (1 if line.endswith(": started") else -1))
+    assert (max(running), running[-1]) == (2, 0)
+    ends = [line for line in lines if not line.endswith(": started")]
+    assert all("left" in line for line in ends[:-1]) and "left" not in ends[-1]
+    assert sum("FAILED" in line for line in ends) == 3
+
+
+def test_an_interrupt_leaves_no_process(start: Any) -> None:
+    seen: list[str] = []
+
+    def interrupt(line: str) -> None:
+        seen.append(line)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(["hang", "hang", "ok"], 3, interrupt)
+    left = [child for child in psutil.Process().children() if any("child.py" in part for part in child.cmdline())]
+    assert left == []
