@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from sample_texts import sentences
+from torch.utils.data import BatchSampler
 from transformers import set_seed
 
 from contaccum import DualEncoder
@@ -136,7 +137,7 @@ def test_the_trainer_ends_with_the_weights_of_the_plain_loop(
         max_grad_norm=names["CLIP"],
         bank_size=names["BANK"]["bank_size"],
         temperature=names["BANK"]["temperature"],
-        seed=names["SEED"],
+        batch_sampler=lambda dataset, batch_size, **_: BatchSampler(names["order"], batch_size, drop_last=True),
         save_strategy="no",
         disable_tqdm=True,
     )
