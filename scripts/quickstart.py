@@ -1,8 +1,8 @@
 """`make quickstart`: a real encoder gets better at a real BEIR task with a bank of negatives, on two cores.
 
 Scores all-MiniLM-L6-v2 on SciFact's 300 test queries, trains it on the judged pairs of the train split by
-configs/quickstart.yaml, scores it again, and draws a page of it all. Every step is a `contaccum` command, which it prints.
-`--compare` trains gradient accumulation with the same budget as well.
+configs/quickstart.yaml, scores it again, and draws a page of it all. Every step is a `contaccum` command, which it
+prints. `--compare` trains gradient accumulation with the same budget as well.
 """
 
 from __future__ import annotations
