@@ -1,0 +1,227 @@
+"""Which checkpoints are whole, which is resumed, what a resumed run may change; kills and signals at any instant."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import RUN, SAVES, differing, log_of, state_of
+
+from contaccum.errors import UserError
+from contaccum.training import trainer as trainer_module
+from contaccum.training.callbacks import TrainingStopped
+from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_checkpoints, seal
+
+
+@pytest.fixture
+def ended(run: Any, tmp_path: Path) -> Path:
+    """The folder of a run of eight updates, with its last three checkpoints."""
+    folder, _, _ = run
+    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-[1-5]"))
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_holds_transformers_files_the_bank_and_what_identifies_the_run(run: Any) -> None:
+    folder = run[0] / "checkpoint-2"
+    assert fault_of(folder) is None
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert files >= {BANK_FILE, MARKER} and "training_args.bin" not in files
+    marker = json.loads((folder / MARKER).read_text())
+    assert marker["contaccum"] and marker["update"] == 2 and marker["files"].keys() == files - {MARKER}
+    assert marker["settings"]["pairs per update"] == 12 and len(marker["settings"]["data fingerprint"]) == 64
+    for name in ("optimizer.pt", "scheduler.pt"):  # as a checkpoint from somebody else is loaded
+        torch.load(folder / name, weights_only=True)
+
+
+def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
+    trainer_in: Any, run: Any, ended: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (ended / "checkpoint-8" / MARKER).unlink()
+    with (ended / "checkpoint-7" / "optimizer.pt").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\0\1\2")
+    resumed = trainer_in(ended, **RUN, **SAVES)
+    resumed.quiet = False
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint="last")
+    assert f"passed over {ended / 'checkpoint-8'}: it has no {MARKER}: it is not whole" in caplog.text
+    assert f"passed over {ended / 'checkpoint-7'}: optimizer.pt is not what was written" in caplog.text
+    assert f"resuming from         {ended / 'checkpoint-6'} (after 6 updates)" in capsys.readouterr().out
+    # Each update has one line in the log, though two were done twice; what was damaged is whole again.
+    assert [line["update"] for line in log_of(ended)] == list(range(1, 9))
+    assert [fault_of(path) for path in find_checkpoints(ended)] == [None] * 3
+    assert differing(run[1], state_of(resumed)) == []
+    (ended / "checkpoint-8" / "scheduler.pt").unlink()
+    with pytest.raises(UserError, match=r"cannot be resumed from: scheduler\.pt is missing"):
+        trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
+
+
+def test_a_checkpoint_of_the_version_before_is_refused_by_its_version(trainer_in: Any, tmp_path: Path) -> None:
+    old = tmp_path / "checkpoint-4"
+    old.mkdir()
+    (old / "checkpoint.json").write_text("{}")
+    (old / "manifest.json").write_text('{"format": 1, "contaccum": "0.1.0", "files": {}}')
+    for asked in ("last", str(old)):
+        with pytest.raises(UserError, match=r"written by contaccum 0\.1\.0, whose checkpoints .* with --model") as error:
+            trainer_in(tmp_path).train(resume_from_checkpoint=asked)
+        assert "\n" not in str(error.value)
+
+
+def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(
+    trainer_in: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_in(tmp_path, max_steps=1, **SAVES).train(resume_from_checkpoint="auto")
+    two = trainer_in(tmp_path, max_steps=2, **SAVES)
+    two.train(resume_from_checkpoint="auto")
+    assert two.state.global_step == 2 and [line["update"] for line in log_of(tmp_path)] == [1, 2]
+    again = trainer_in(tmp_path, max_steps=2, **SAVES)
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint="auto")  # transformers by itself would do a third update
+    assert "this run ended after update 2" in caplog.text and again.state.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), two.model.parameters(), strict=True))
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        trainer_in(tmp_path / "empty").train(resume_from_checkpoint="last")
+
+
+@pytest.mark.parametrize(
+    ("changed", "shown", "reason"),
+    [
+        ({"bank_size": 30}, "bank_size: 20 -> 30", "cannot go on with other settings"),
+        ({"method": "pre_batch"}, "method: contaccum -> pre_batch", "cannot go on with other settings"),
+        ({"normalize_by": "all"}, "normalize_by: local -> all", "cannot go on with other settings"),
+        ({"optim": "sgd"}, "optim: ", "cannot go on with other settings"),
+        ({"data": 40}, "rows: 43 -> 40", "place in the data means nothing"),
+        ({"seed": 6}, "seed: 5 -> 6", "place in the data means nothing"),
+        ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8", "place in the data means nothing"),
+    ],
+)
+def test_a_change_that_cannot_work_is_refused_by_name(
+    trainer_in: Any, run: Any, tmp_path: Path, changed: dict[str, Any], shown: str, reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason) as refusal:
+        trainer_in(tmp_path, **{**RUN, **changed}).train(resume_from_checkpoint=str(run[0] / "checkpoint-2"))
+    assert shown in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_other_changes_are_listed_and_taken(
+    trainer_in: Any, run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = {**RUN, "learning_rate": 5e-4, "max_grad_norm": 0.5, "data_seed": 9, "resume_with_changes": True}
+    # Another micro-batch with the same pairs per update goes on at the same pair.
+    changed |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+    with caplog.at_level(logging.WARNING):
+        trainer_in(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
+    said = "changed since checkpoint-6: "
+    assert f"{said}learning_rate: 0.001 -> 0.0005 (the checkpoint's stays in force)" in caplog.text
+    assert f"{said}max_grad_norm: 1.0 -> 0.5\n" in caplog.text and f"{said}data_seed: null -> 9" in caplog.text
+    assert f"{said}per_device_train_batch_size: 4 -> 2" in caplog.text
+    assert [line["update"] for line in log_of(tmp_path)] == [7, 8]
+
+
+def test_weights_of_another_model_and_checkpoints_without_an_optimizer_are_refused(
+    trainer_in: Any, tmp_path: Path
+) -> None:
+    trainer_in(tmp_path, max_steps=1, **SAVES, save_only_model=True).train()
+    with pytest.raises(UserError, match="written with save_only_model"):
+        trainer_in(tmp_path).train(resume_from_checkpoint="last")
+    trainer_in(tmp_path, max_steps=1, **SAVES).train()
+    with pytest.raises(UserError, match="trained parameters: "):
+        trainer_in(tmp_path, tied=False).train(resume_from_checkpoint="last")
+
+
+def test_older_checkpoints_go_only_once_the_newer_one_is_whole(
+    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[list[str]] = []
+
+    def watched(folder: Path, facts: Any) -> None:
+        there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
+        seal(folder, facts)
+
+    monkeypatch.setattr(trainer_module, "seal", watched)
+    trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
+    assert there == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("what", ["bank", "optimizer"])
+def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(
+    trainer_in: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_in(tmp_path, **SAVES)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        if trainer.state.global_step == 2:
+            if what == "bank":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file data/1"
+            )
+        real(*args, **kwargs)
+
+    place = (trainer_module, "save_file") if what == "bank" else (torch, "save")
+    real = getattr(*place)
+    monkeypatch.setattr(*place, full)
+    with pytest.raises(UserError, match=r"no room on the disk .* resume from `last`") as error:
+        trainer.train()
+    assert "\n" not in str(error.value)
+    assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [("checkpoint-1", None)]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
+    trainer_in: Any, run: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    # Nothing is saved otherwise, and nothing that a checkpoint could do without.
+    stopped = trainer_in(tmp_path, **RUN, save_only_model=True)
+    step = stopped.micro_step
+    done = 0
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == 8:  # the second micro-step of the third update
+            signal.raise_signal(number)
+        return step(*args, **kwargs)
+
+    stopped.micro_step = signalled
+    with pytest.raises(TrainingStopped) as stop:
+        stopped.train()
+    assert stop.value.code == 128 + number and stop.value.checkpoint == f"{tmp_path}/checkpoint-3"
+    said = capsys.readouterr()
+    assert f"{name}: saving a checkpoint after this update" in said.err and "saved " in said.out
+    assert signal.getsignal(number) == before and fault_of(tmp_path / "checkpoint-3") is None
+    resumed = trainer_in(tmp_path, **RUN)
+    resumed.train(resume_from_checkpoint="last")
+    assert differing(run[1], state_of(resumed)) == []
+    assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in run[2]]
+
+
+def test_the_marker_comes_last_and_nothing_without_it_is_loaded(
+    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every file that a checkpoint consists of, as if the process died right there."""
+    trainer_in(tmp_path, max_steps=1, **SAVES).train()
+    whole = tmp_path / "checkpoint-1"
+    for path in sorted(p for p in whole.rglob("*") if p.is_file()):
+        torn = tmp_path / "torn" / "checkpoint-1"
+        shutil.copytree(whole, torn)
+        (torn / path.relative_to(whole)).unlink()
+        assert fault_of(torn) is not None, path
+        shutil.rmtree(torn)
+        if path.stat().st_size:
+            shutil.copytree(whole, torn)
+            os.truncate(torn / path.relative_to(whole), path.stat().st_size // 2)
+            assert fault_of(torn) is not None, path
+            shutil.rmtree(torn)
