@@ -278,16 +278,14 @@ def _group(name: str, entry: Entry, labels: Mapping[str, str], tokens: list[str]
         )
     if args.world_size > 1:
         raise ConfigError("a comparison starts its own processes: start it without torchrun")
-    defaults = (ModelArguments(), DataArguments(), ContAccumTrainingArguments(output_dir="unused"))
-    arguments: dict[str, Any] = {}
-    for given, default in zip(map(_as_dict, parsed), map(_as_dict, defaults), strict=True):
-        arguments |= {key: value for key, value in given.items() if key not in _PLACES and default.get(key) != value}
-    arguments = json.loads(json.dumps(arguments, default=str))
+    default = _values(ModelArguments(), DataArguments(), ContAccumTrainingArguments(output_dir="unused"))
+    arguments = {key: value for key, value in _values(*parsed).items() if default.get(key) != value}
     return Group(name, entry.name, entry.method, labels, tokens, arguments, parsed)
 
 
-def _as_dict(arguments: Any) -> dict[str, Any]:
-    return arguments.to_dict() if hasattr(arguments, "to_dict") else asdict(arguments)
+def _values(model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments) -> dict[str, Any]:
+    found = {**asdict(model), **asdict(data), **args.to_dict()}
+    return json.loads(json.dumps({key: value for key, value in found.items() if key not in _PLACES}, default=str))
 
 
 def _slug(entry: str, labels: Mapping[str, str]) -> str:

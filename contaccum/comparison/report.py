@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from contaccum.evaluation.metrics import holm, paired_bootstrap
 
 if TYPE_CHECKING:
-    from contaccum.comparison.plan import Plan
+    from contaccum.comparison.plan import Group, Plan
 
 # Metric as evaluate_beir names it -> as a report does. The first is the one that curves and maps show.
 METRICS = {"NDCG@10": "nDCG@10", "Recall@100": "Recall@100", "MRR@10": "MRR@10", "Accuracy@20": "Top-20 accuracy"}
@@ -50,6 +50,7 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         group.name: {seed: results[group.run(seed)] for seed in plan.seeds if group.run(seed) in results}
         for group in plan.groups.values()
     }
+    left_out = ("evaluations", "identity")
     return {
         **about,
         "baseline": plan.baseline,
@@ -59,38 +60,32 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         "statistics": {"resamples": RESAMPLES, "bootstrap_seed": BOOTSTRAP_SEED, "confidence": 0.95},
         "warnings": [*_unfair(plan, results), *_mixed(results)],
         "failed": dict(failed),
-        "groups": {
-            group.name: {
-                "entry": group.entry,
-                "method": group.method,
-                "labels": dict(group.labels),
-                "pairs_per_update": group.parsed[2].total_train_batch_size,
-                **_summary(found[group.name]),
-            }
-            for group in plan.groups.values()
-        },
+        "groups": {name: _summary(plan.groups[name], by_seed) for name, by_seed in found.items()},
         "comparisons": _compare(plan, found),
-        "runs": {
-            name: {key: value for key, value in result.items() if key not in ("evaluations", "identity")}
-            for name, result in results.items()
-        },
+        "runs": {n: {key: x for key, x in result.items() if key not in left_out} for n, result in results.items()},
     }
 
 
-def _summary(by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(group: Group, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Means over seeds of what a group's finished runs measured."""
-    metrics: dict[str, dict[str, Any]] = {}
+    about = {"entry": group.entry, "method": group.method, "labels": dict(group.labels), "seeds": list(by_seed)}
+    about |= {"updates": sorted({result["updates"] for result in by_seed.values()})}
+    about |= {"pairs_per_update": group.parsed[2].total_train_batch_size, "metrics": {}}
     for data in next(iter(by_seed.values()))["evaluations"] if by_seed else ():
-        metrics[data] = {}
-        for metric in METRICS:
-            values = [result["evaluations"][data]["metrics"][metric] for result in by_seed.values()]
-            metrics[data][metric] = {"mean": statistics.fmean(values), "sd": _sd(values), "values": values}
-    cost: dict[str, Any] = {}
+        scored = [result["evaluations"][data]["metrics"] for result in by_seed.values()]
+        about["metrics"][data] = {metric: _mean([scores[metric] for scores in scored]) for metric in METRICS}
     for key, average, _ in COST.values():
         values = [result[key] for result in by_seed.values() if result[key] is not None]
-        cost[key] = average(values) if values else None
-    updates = sorted({result["updates"] for result in by_seed.values()})
-    return {"seeds": list(by_seed), "updates": updates, "metrics": metrics, **cost}
+        about[key] = average(values) if values else None
+    return about
+
+
+def _mean(values: Sequence[float]) -> dict[str, Any]:
+    return {"mean": statistics.fmean(values), "sd": _sd(values), "values": values}
+
+
+def _sd(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -103,26 +98,27 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -
     for labels, name, baseline in _pairs(plan):
         seeds = [seed for seed in found[name] if seed in found[baseline]]
         for data in found[name][seeds[0]]["evaluations"] if seeds else ():
+            mine, theirs = ([found[n][seed]["evaluations"][data] for seed in seeds] for n in (name, baseline))
             for metric in METRICS:
-                mine, theirs = (
-                    [_scores(found[group][seed]["evaluations"][data], metric) for seed in seeds]
-                    for group in (name, baseline)
-                )
-                queries = list(mine[0])
-                a, b = ([statistics.fmean(s[query] for s in scores) for query in queries] for scores in (mine, theirs))
-                by_seed = [
-                    statistics.fmean(x.values()) - statistics.fmean(y.values())
-                    for x, y in zip(mine, theirs, strict=True)
-                ]
+                a, b = query_means(mine, metric), query_means(theirs, metric)
+                by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
                 row = {"group": name, "baseline_group": baseline, "entry": plan.groups[name].entry, "labels": labels}
-                row |= {"data": data, "metric": metric, "seeds": seeds, "queries": len(queries)}
-                row |= paired_bootstrap(a, b, RESAMPLES, BOOTSTRAP_SEED)._asdict()
+                row |= {"data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
+                row |= paired_bootstrap(
+                    list(a.values()), [b[query] for query in a], RESAMPLES, BOOTSTRAP_SEED
+                )._asdict()
                 rows.append({**row, "difference_by_seed": by_seed, "sd_over_seeds": _sd(by_seed)})
     for family in {(row["data"], row["metric"]) for row in rows}:
         members = [row for row in rows if (row["data"], row["metric"]) == family]
         for row, p in zip(members, holm([row["p_value"] for row in members]), strict=True):
             row["p_holm"] = p
     return rows
+
+
+def query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """{query: score} of a metric, averaged over what the runs of several seeds scored on one data set."""
+    by_seed = [dict(zip(one["query_ids"], one["per_query"][metric], strict=True)) for one in evaluations]
+    return {query: statistics.fmean(scores[query] for scores in by_seed) for query in by_seed[0]}
 
 
 def _pairs(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
@@ -139,10 +135,6 @@ def _pairs(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
                 rows.setdefault((name, baseline), labels)
     order = list(plan.groups)
     return [(rows[pair], *pair) for pair in sorted(rows, key=lambda pair: order.index(pair[0]))]
-
-
-def _scores(evaluation: Mapping[str, Any], metric: str) -> dict[str, float]:
-    return dict(zip(evaluation["query_ids"], evaluation["per_query"][metric], strict=True))
 
 
 def _unfair(plan: Plan, results: Results) -> list[str]:
@@ -172,10 +164,6 @@ def _mixed(results: Results) -> Iterator[str]:
         different = {str(result[key]) for result in results.values()}
         if len(different) > 1:
             yield f"runs were made with {len(different)} different {what} (or numbers of threads): mind the times"
-
-
-def _sd(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
 
 
 # The report to read --------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.beir import about_data, evaluate_beir
 from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.evaluation.model_record import model_fingerprint
 from contaccum.files import fingerprint, git_commit, package_versions, read_json, redact, write_json
+from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training.config import load_data, load_mining_data_of, load_model, parse, take_prompts
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
@@ -155,7 +155,6 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: arguments, data or a model that cannot be used, or data that changed since the job was made.
     """
-    started = time.perf_counter()
     if job.get("threads"):
         torch.set_num_threads(job["threads"])
     folder, settings = Path(job["folder"]), EvaluationSettings(**job["evaluation"])
@@ -188,7 +187,6 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         trainer.save_model(str(folder / MODEL))
     log = read_log(folder / TRAIN_LOG)
     curve = read_log(folder / EVAL_LOG) if evaluator else []
-    scoring = time.perf_counter()
     plain = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # out of mixed precision
     evaluations = {}
     for given in settings.data:
@@ -216,12 +214,8 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "data_order": _data_order(args, data),
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
-        "learning_rate": args.scaled_learning_rate,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds) if seconds else None,
-        "evaluation_seconds": time.perf_counter() - scoring,
-        "wall_seconds": time.perf_counter() - started,
         "peak_memory_mb": max(_numbers(log, "peak_memory_mb"), default=None),
         "grad_norm_ratio": statistics.fmean(ratios) if ratios else None,
         "final_loss": log[-1]["loss"] if log else None,

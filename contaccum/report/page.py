@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from contaccum.comparison.report import COST, METRICS, NOTES, table_rows
+from contaccum.comparison.report import COST, METRICS, NOTES, query_means, table_rows
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import MAIN_METRICS, holm, paired_bootstrap
 from contaccum.files import redact
@@ -163,12 +163,12 @@ def _figures(run: Source) -> list[str]:
 def log_panels(logs: Mapping[str, Sequence[Records]]) -> list[Panel]:
     """Curves by name, of one log or of those of several seeds, and where the softmax lies by age, of the first."""
     panels = _panels(_LOG_PANELS, logs)
-    for name, (log, *_) in logs.items():
-        known = [record for record in log if "in_batch_mass" in record]
-        keys = dict.fromkeys(key for record in known for key in record if key.startswith("bank_mass_age_"))
-        keys_by_age = sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
-        if len(keys) > 1:
-            layers = {key: [float(r.get(key) or 0.0) for r in known] for key in ("in_batch_mass", *keys_by_age)}
+    for name, found in logs.items():
+        known = [record for record in (found or [[]])[0] if "in_batch_mass" in record]
+        ages = {int(key.rpartition("_")[2]) for r in known for key in r if key.startswith("bank_mass_age_")}
+        if len(ages) > 1:
+            keys = ["in_batch_mass", *(f"bank_mass_age_{age}" for age in sorted(ages))]
+            layers = {key: [float(record.get(key) or 0.0) for record in known] for key in keys}
             note = "share of the softmax: negatives in the batch (grey), banked passages by age, light to dark"
             panels.append(stacked_panel(f"Softmax by age, {name}", [r["update"] for r in known], layers, note))
     return panels
@@ -183,7 +183,7 @@ def _panels(
         for series, (name, found) in enumerate(logs.items()):
             for key in keys:
                 runs = [[(r["update"], r[key]) for r in log if _is_number(r.get(key))] for log in found]
-                lines += [Line(name, runs, series, dashed=key != keys[0])] if all(runs) else []
+                lines += [Line(name, runs, series, dashed=key != keys[0])] if runs and all(runs) else []
         panels += [line_panel(title, lines, note, level)] if lines else []
     return panels
 
@@ -280,16 +280,16 @@ def _comparison(one: Source) -> dict[str, Any]:
     about = {data["name"]: data for data in report["data"]["evaluation"]}
     pairs = []
     for row in report["comparisons"]:
-        mine, theirs = (_mean_scores(one, groups[row[key]], row) for key in ("group", "baseline_group"))
+        mine, theirs = (_query_scores(one, groups[row[key]], row) for key in ("group", "baseline_group"))
         if row["metric"] == _MAIN and _same(mine, theirs):
-            names = (_label(groups[row[key]]) for key in ("group", "baseline_group"))
-            pair = _beside(next(names), mine, next(names), theirs, f"{_MAIN} on {row['data']}")
+            names = [_label(groups[row[key]]) for key in ("group", "baseline_group")]
+            pair = _beside(names[0], mine, names[1], theirs, f"{_MAIN} on {row['data']}")
             pairs.append({**pair, "texts": query_texts(about.get(row["data"], {}))})
     return {
         "name": one.name,
         "report": report,
         "tables": sorted(tables, key=lambda pair: pair[1] != _MAIN),
-        "warnings": [line for name, found in _logs(one).items() for line in _warnings(name, found[0])],
+        "warnings": [line for name, log in one.logs.items() for line in _warnings(name, log)],
         "panels": comparison_panels(one),
         "names": list(map(_label, groups.values())),
         "pairs": pairs,
@@ -302,59 +302,41 @@ def comparison_panels(one: Source, only: Sequence[str] | None = None) -> list[Pa
     Args:
         only: names of the groups whose curves are drawn; None: all. The map is of all.
     """
+    runs = one.record["runs"]
     groups = [group for name, group in one.record["groups"].items() if only is None or name in only]
+    members = {_label(g): [name for name in runs if _is_of(runs[name], g)] for g in groups}
     panels = []
     for unit, key in (("update", "update"), ("seconds of training", "train_seconds")):
         lines = []
-        for series, group in enumerate(groups):
-            runs = [run for run in one.record["runs"].values() if _is_of(run, group) and len(run["curve"]) > 1]
-            curves = [[(point[key], point[_MAIN]) for point in run["curve"]] for run in runs]
-            lines += [Line(_label(group), curves, series)] if curves else []
+        for series, (label, names) in enumerate(members.items()):
+            curves = [[(point[key], point[_MAIN]) for point in runs[name]["curve"]] for name in names]
+            lines += [Line(label, curves, series)] if curves and all(len(curve) > 1 for curve in curves) else []
         panels += [line_panel(f"{METRICS[_MAIN]} by {unit}", lines, "mean over seeds", unit=unit)] if lines else []
-    logs = _logs(one)
-    panels += log_panels({_label(group): logs[_label(group)] for group in groups if _label(group) in logs})
-    return [*panels, *_map(one.record)]
+    logs = {label: [one.logs[name] for name in names if one.logs.get(name)] for label, names in members.items()}
+    return [*panels, *log_panels(logs), *_map(one.record)]
 
 
 def _map(report: Mapping[str, Any]) -> list[Panel]:
-    """The final metric by seed, or with a grid its mean over seeds by the last gridded key, whose values are columns."""
+    """The final metric by seed, or with a grid its mean over seeds with the last gridded key's values as columns."""
     *outer, last = report["grid"] or ("seed",)
     columns = [str(value) for value in report["grid"].get(last, report["seeds"])]
     rows: dict[str, list[float]] = {}
     for group in report["groups"].values():
-        title = ", ".join(
-            [group["entry"], *(f"{key}={group['labels'][key]}" for key in outer if key in group["labels"])]
-        )
+        labels, found = group["labels"], next(iter(group["metrics"].values()), {}).get(_MAIN, {})
+        title = ", ".join([group["entry"], *(f"{key}={labels[key]}" for key in outer if key in labels)])
+        values = dict(zip(map(str, group["seeds"]), found.get("values", ()), strict=False))
+        if report["grid"]:
+            values = {column: found["mean"] for column in columns if found and labels.get(last, column) == column}
         row = rows.setdefault(title, [float("nan")] * len(columns))
-        values = next(iter(group["metrics"].values()), {}).get(_MAIN)
-        for place, column in enumerate(columns):
-            if values and last == "seed" and int(column) in group["seeds"]:
-                row[place] = values["values"][group["seeds"].index(int(column))]
-            elif values and last != "seed" and group["labels"].get(last, column) == column:
-                row[place] = values["mean"]
-    title = f"final {METRICS[_MAIN]}"
-    return [map_panel(title, [f"{last}={value}" for value in columns], rows)] if rows else []
+        row[:] = [values.get(column, value) for column, value in zip(columns, row, strict=True)]
+    return [map_panel(f"final {METRICS[_MAIN]}", [f"{last}={column}" for column in columns], rows)] if rows else []
 
 
-def _mean_scores(one: Source, group: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
+def _query_scores(one: Source, group: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
     """{query: score}, averaged over the row's seeds; nothing unless the results of all of them are there."""
     runs = [run for run in one.results.values() if _is_of(run, group) and run["seed"] in row["seeds"]]
     found = [run["evaluations"][row["data"]] for run in runs if row["data"] in run["evaluations"]]
-    if len(found) < len(row["seeds"]):
-        return {}
-    by_seed = [dict(zip(scored["query_ids"], scored["per_query"][_MAIN], strict=True)) for scored in found]
-    return {query: statistics.fmean(scores[query] for scores in by_seed) for query in by_seed[0]}
-
-
-def _logs(one: Source) -> dict[str, list[Records]]:
-    """The logs of each group's runs, where they lie beside the report."""
-    logs: dict[str, list[Records]] = {}
-    for group in one.record["groups"].values():
-        found = [
-            one.logs[name] for name, run in one.record["runs"].items() if _is_of(run, group) and one.logs.get(name)
-        ]
-        logs |= {_label(group): found} if found else {}
-    return logs
+    return query_means(found, _MAIN) if len(found) == len(row["seeds"]) else {}
 
 
 def _is_of(run: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
