@@ -18,7 +18,7 @@ from contaccum.data.dataset import TrainingData, load_training_data
 from contaccum.data.questions import Passage, Questions, count_roughly, load_questions, read_passages
 from contaccum.data.readers import DATA_FORMATS, read_records, sniff_format
 from contaccum.data.records import BadRecord, RecordReport, passage_text
-from contaccum.data.sampling import EpochSampling, samplings_of
+from contaccum.data.sampling import EpochSampling, Selection, samplings_of
 from contaccum.data.sets import TrainingSet, TrainingSets, load_training_sets, parse_training_sets
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Questions",
     "Record",
     "RecordReport",
+    "Selection",
     "TrainingData",
     "TrainingSet",
     "TrainingSets",

@@ -310,7 +310,7 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
             without corpus, queries or that split.
     """
     folder = Path(name_or_path).expanduser()
-    if not folder.exists():
+    if not os.path.exists(folder):  # which refuses no name
         name, _, forum = str(name_or_path).partition("/")
         _refuse_unknown(str(name_or_path), name, forum)
         folder = cache_folder("beir", name)

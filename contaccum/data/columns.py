@@ -131,6 +131,7 @@ class Fields:
         self._found: tuple[str, str] | None = None
         # A mapped name that no record has is a mistake, but one record without negatives or title is not.
         self._unseen = {role: name for role, name in self.mapped.items() if role in ("negatives", "title")}
+        self._names: Collection[str] = ()
 
     def settle(self, names: Collection[str]) -> tuple[str, str]:
         """The fields of query and positive, chosen among `names` unless that was done.
@@ -140,7 +141,7 @@ class Fields:
         """
         if self._found is None:
             query = self._choose("query", QUERY_FIELDS, names)
-            self._found = query, self._choose("positive", POSITIVE_FIELDS, [name for name in names if name != query])
+            self._found = query, self._choose("positive", POSITIVE_FIELDS, names, query)
         return self._found
 
     def needed(self, names: Sequence[str], where: str, topic_column: str | None = None) -> list[str]:
@@ -153,8 +154,8 @@ class Fields:
             found = self.settle(names)
         except Fault as fault:
             raise DataError(one_line(f"{where}: {fault.reason}: {fault.detail} ({fault.mend})")) from None
-        self.saw(names)
-        self.refuse_unseen(where, names)
+        self._saw(names)
+        self.refuse_unseen(where)
         if topic_column is not None and topic_column not in names:
             columns = quoted(", ".join(names), 200) + closest(topic_column, names)
             raise DataError(one_line(f"{where}: no column for topic_column={topic_column}: its columns are {columns}"))
@@ -171,7 +172,7 @@ class Fields:
             Fault: what is missing, empty or no text.
         """
         query_field, positive_field = self.settle(record)
-        self.saw(record)
+        self._saw(record)
         query = filled_text_of(record.get(query_field), query_field)
         value, title = record.get(positive_field), self._title
         heading = None if title in (query_field, positive_field) else record.get(title)
@@ -179,25 +180,25 @@ class Fields:
         positives = rules.positives([None] if value is None else _listed(value), positive_field, heading)
         return Record(query, positives, rules.negatives(self._negatives(record), "negatives"), rules.topic(record))
 
-    def saw(self, names: Collection[str]) -> None:
-        """Note that these names exist."""
+    def refuse_unseen(self, where: AnyPath) -> None:
+        """Raise `DataError` for a mapped name that no record had, once there was one that could be read."""
+        for role, name in self._unseen.items() if self._found else ():
+            there = f"there are {quoted(', '.join(self._names), 200)}{closest(name, self._names)}"
+            mend = f"correct --data_columns {role}={name}"
+            raise DataError(one_line(f"{where}: no record has a field {quoted(name)}; {there} ({mend})"))
+
+    def _saw(self, names: Collection[str]) -> None:
         if self._unseen:
             self._unseen = {role: name for role, name in self._unseen.items() if name not in names}
-
-    def refuse_unseen(self, where: AnyPath, names: Collection[str] = ()) -> None:
-        """Raise `DataError` for a mapped name that no record had; `names` are those of a table."""
-        for role, name in self._unseen.items() if self._found else ():
-            there = f"; there are {quoted(', '.join(names), 200)}{closest(name, names)}" if names else ""
-            mend = f"correct --data_columns {role}={name}"
-            raise DataError(one_line(f"{where}: no record has a field {quoted(name)}{there} ({mend})"))
+            self._names = names
 
     @property
     def _title(self) -> str:
         return self.mapped.get("title", "title")
 
-    def _choose(self, role: str, known: Sequence[str], names: Collection[str]) -> str:
-        mapped = self.mapped.get(role)
-        free = [name for name in known if name not in self.mapped.values()] if mapped is None else [mapped]
+    def _choose(self, role: str, known: Sequence[str], names: Collection[str], taken: str = "") -> str:
+        mapped, others = self.mapped.get(role), {taken, *self.mapped.values()}
+        free = [name for name in known if name not in others] if mapped is None else [mapped]
         found = next((name for name in free if name in names), None)
         if found is not None:
             return found

@@ -221,9 +221,9 @@ def _cached(source: Source, report: RecordReport) -> tuple[Path, Dataset, dict[s
                 return folder, records, about
         except DatasetGenerationError as error:
             cause = error.__cause__ or error
-            if isinstance(cause, UserError):
-                raise cause from None
-            raise _cannot_store(cause) from error if isinstance(cause, OSError) else cause
+            if isinstance(cause, OSError):
+                raise _cannot_store(cause) from error
+            raise cause from None
         except OSError as error:
             raise _cannot_store(error) from error
         except (UserError, ValueError):  # somebody has removed or damaged a part of it

@@ -114,7 +114,8 @@ class RecordReport:
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold, for `restore`."""
-        return {name: value for name, value in vars(self).items() if name != "on_bad_record"}
+        entries = [list(entry) for entry in self.entries]
+        return {name: value for name, value in vars(self).items() if name != "on_bad_record"} | {"entries": entries}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become what `to_dict` gave."""
@@ -364,8 +365,10 @@ def read_json_array(path: AnyPath) -> Iterator[tuple[int, Any]]:
                     yield number, fault
         except (ijson.JSONError, *UNREADABLE) as error:
             reason = "broken JSON" if isinstance(error, ijson.JSONError) else "the file breaks off"
+            what = error.args[0] if error.args else ""
+            what = (what.decode("utf-8", "replace") if isinstance(what, bytes) else str(error)).split("\n")[0]
             mend = "get the file again: nothing after the break can be read"
-            raise broken(path, number + 1, Fault(f"{reason} in record {number + 1}", str(error)[:200], mend)) from error
+            raise broken(path, number + 1, Fault(f"{reason} in record {number + 1}", what, mend)) from error
 
 
 def name_of(path: AnyPath) -> str:

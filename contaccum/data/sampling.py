@@ -76,7 +76,8 @@ class Selection:
 
     def resolved(self, data_format: DataFormat) -> Selection:
         """The same, with the defaults of a format in place of None."""
-        most = max(TRIPLES, self.num_hard_negatives) if data_format == "msmarco" and self.draw_negatives else None
+        h = self.num_hard_negatives
+        most = max(TRIPLES, h) if data_format == "msmarco" and h and self.draw_negatives else None
         positives = self.positives or ("all" if data_format in JUDGED else "draw")
         return replace(self, positives=positives, negatives_from=self.negatives_from or most)
 
@@ -121,6 +122,7 @@ class EpochSampling:
         gives_ids: rows hold "label", the `text_ids` of their query, positive and negatives: where some are known, or
             where the rows of several sets meet.
         gives_numbers: it begins with the row's number, or is that alone.
+        topic_column: a column that rows do not hold.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class EpochSampling:
         self._records, self._selection, self._rows = records, selection, rows
         self.columns, self.known_positives = tuple(columns), known_positives
         self.gives_ids, self.gives_numbers = known_positives is not None, False
+        self.topic_column: str | None = None
         # In shared memory, where the workers of a loader read it: they are copies of this process, or began anew.
         self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -163,8 +166,14 @@ class EpochSampling:
         self._clock[1] = epoch
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Rows as lists by column, of batches of row numbers; columns that are none of ours are left out."""
+        """Rows as lists by column, of batches of row numbers. Other columns stay, but for topics."""
         names = [name for name in batch if name in self.columns]
+        others = {name: values for name, values in batch.items() if name not in (*names, self.topic_column)}
+        if others and not {"query", "positive"} <= {*names}:
+            raise ConfigError(
+                f"training data with the columns {', '.join(batch)}: what is sampled for a row belongs into query and "
+                "positive. Keep their names"
+            )
         if not names:
             return batch
         numbers = [int(number) for number in batch[names[0]]]
@@ -182,7 +191,7 @@ class EpochSampling:
             if self.gives_numbers:
                 labels = np.column_stack([np.array(numbers, dtype=np.int64), labels])
             sampled["label"] = labels.tolist() if self.gives_ids else labels[:, 0].tolist()
-        return sampled
+        return sampled | others
 
     def first_texts(self, numbers: Sequence[int]) -> list[list[str | None]]:
         """For each row its query, its first positive and its first h negatives, None where one is missing."""
@@ -243,7 +252,7 @@ def as_rows(sampling: EpochSampling, topics: Any = None, topic_column: str | Non
     numbers = pa.array(np.arange(len(sampling)))
     columns = dict.fromkeys(sampling.columns, numbers)  # one and the same buffer
     if topic_column is not None:
-        columns[topic_column] = topics
+        sampling.topic_column, columns[topic_column] = topic_column, topics
     return Dataset(pa.table(columns)).with_transform(sampling)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from contaccum.errors import DataError
 from contaccum.files import AnyPath
 
 DELIMITERS = (",", ";", "\t")
-_ROWS = 1000
+_LONGEST_RECORD = 1000  # lines: a csv record that has not ended by then has a quote too many
+_ROWS = 1000  # of Arrow, in memory at a time
 
 # From the names of all columns to those that are read; raises `DataError` where one is missing.
 Needed = Callable[[list[str], str], list[str]]
@@ -40,50 +41,63 @@ Needed = Callable[[list[str], str], list[str]]
 def csv_rows(path: Path, fields: Fields, needed: Needed) -> Iterator[tuple[int, Any]]:
     """(line on which it starts, row) of a csv or tsv file with a header; a cell that is blank is None.
 
-    A quote that is never closed takes what follows along, to the next quote; its fault says which lines.
+    A quote that is never closed costs its own record; those after it are read.
 
     Raises:
         DataError: the file cannot be used, or its header lacks a column.
     """
     csv.field_size_limit(LONGEST_LINE)  # Python's own limit of 128 KB a cell guards against nothing here
     with open_data_file(path) as file:
-        lines = iter(open_text(file))
+        lines = enumerate(open_text(file), start=1)
+        line, header = 1, ""
         try:
-            blank, header = 0, next(lines, "")
-            while header and not header.strip():
-                blank, header = blank + 1, next(lines, "")
+            line, header = next((line for line in lines if line[1].strip()), (1, ""))
             if not header:
                 refuse_empty(path)
             if "\r" in header.rstrip("\r\n"):
                 raise Fault("lines end in CR alone", mend="save it with LF or CRLF")
             delimiter, names = split_header(checked_line(header), fields.mapped)
         except Fault as fault:
-            raise broken(path, blank + 1, Fault(f"the header cannot be read: {fault.reason}", "", fault.mend)) from None
+            raise broken(path, line, Fault(f"the header cannot be read: {fault.reason}", "", fault.mend)) from None
         except UNREADABLE as error:
-            yield blank + 1, breaks_off(error)
+            yield line, breaks_off(error)
             return
-        needed(names, f"{path}:{blank + 1}")
-        reader = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
-        next(reader)
-        while True:
-            start, row = blank + reader.line_num + 1, []
-            try:
-                row = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                where = f"{error}, in lines {start} to {blank + reader.line_num}"
-                mend = f"write {quoted(chr(34) * 2)} for a quote inside a quoted cell"
-                yield start, Fault("broken quoting", where, mend)
-                continue
-            except UNREADABLE as error:
-                yield start, breaks_off(error)
-                return
-            if len(row) == len(names):
-                yield start, _cells(names, row)
-            elif row and (len(row) > 1 or row[0].strip()):
+        needed(names, f"{path}:{line}")
+        for start, row in _quoted_rows(lines, delimiter):
+            if isinstance(row, Fault) or len(row) == len(names):
+                yield start, row if isinstance(row, Fault) else _cells(names, row)
+            elif any(cell.strip() for cell in row):
                 detail = f"found {len(row)} where the header has {len(names)}"
                 yield start, Fault("wrong number of columns", detail, "quote a cell that holds the delimiter")
+
+
+def _quoted_rows(lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, list[str] | Fault]]:
+    """The line on which a record starts and its cells, or why they cannot be told apart."""
+    waiting: deque[tuple[int, str]] = deque()  # lines that a record without an end took along
+    taken: list[tuple[int, str]] = []
+
+    def feed() -> Iterator[str]:
+        while (line := waiting.popleft() if waiting else next(lines, None)) is not None:
+            taken.append(line)
+            if len(taken) > _LONGEST_RECORD:
+                raise csv.Error("a quote without an end")
+            yield line[1]
+
+    while True:
+        reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                yield taken[0][0], row
+                taken.clear()
+            return
+        except csv.Error as error:
+            mend = f"write {quoted(chr(34) * 2)} for a quote inside a quoted cell"
+            yield taken[0][0], Fault("broken quoting", str(error), mend)
+            waiting.extendleft(reversed(taken[1:]))
+            taken.clear()
+        except UNREADABLE as error:
+            yield taken[-1][0] + 1 if taken else 0, breaks_off(error)
+            return
 
 
 def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Fault:
