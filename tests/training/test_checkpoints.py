@@ -71,7 +71,9 @@ def test_a_checkpoint_of_the_version_before_is_refused_by_its_version(trainer_in
     (old / "checkpoint.json").write_text("{}")
     (old / "manifest.json").write_text('{"format": 1, "contaccum": "0.1.0", "files": {}}')
     for asked in ("last", str(old)):
-        with pytest.raises(UserError, match=r"written by contaccum 0\.1\.0, whose checkpoints .* with --model") as error:
+        with pytest.raises(
+            UserError, match=r"written by contaccum 0\.1\.0, whose checkpoints .* with --model"
+        ) as error:
             trainer_in(tmp_path).train(resume_from_checkpoint=asked)
         assert "\n" not in str(error.value)
 
