@@ -47,7 +47,7 @@ class Entry:
 
     def labels(self, cell: Mapping[str, str], grid: Mapping[str, Sequence[str]]) -> dict[str, str]:
         """The grid's values that count for it in a cell; one that it sets itself is the same in every cell."""
-        found = {}
+        found: dict[str, str] = {}
         for key, value in cell.items():
             if key not in self.overrides:
                 found |= {key: value} if applies(key, self.method) else {}

@@ -68,7 +68,12 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
 
 def _summary(group: Group, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Means over seeds of what a group's finished runs measured."""
-    about = {"entry": group.entry, "method": group.method, "labels": dict(group.labels), "seeds": list(by_seed)}
+    about: dict[str, Any] = {
+        "entry": group.entry,
+        "method": group.method,
+        "labels": dict(group.labels),
+        "seeds": list(by_seed),
+    }
     about |= {"updates": sorted({result["updates"] for result in by_seed.values()})}
     about |= {"pairs_per_update": group.parsed[2].total_train_batch_size, "metrics": {}}
     for data in next(iter(by_seed.values()))["evaluations"] if by_seed else ():
@@ -102,7 +107,12 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -
             for metric in METRICS:
                 a, b = query_means(mine, metric), query_means(theirs, metric)
                 by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
-                row = {"group": name, "baseline_group": baseline, "entry": plan.groups[name].entry, "labels": labels}
+                row: dict[str, Any] = {
+                    "group": name,
+                    "baseline_group": baseline,
+                    "entry": plan.groups[name].entry,
+                    "labels": labels,
+                }
                 row |= {"data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
                 row |= paired_bootstrap(
                     list(a.values()), [b[query] for query in a], RESAMPLES, BOOTSTRAP_SEED

@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 _COLUMNS = 3  # of a PNG
 _POINTS = 400  # of a line; more would not be seen
 _INK = "#010203"  # text and axes, for which the page puts its own colour
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # the keys' own type is a list of all of them
     "svg.fonttype": "none",  # texts stay texts
     "text.parse_math": False,  # a dollar sign in a name is one
     "font.size": 9,
@@ -64,8 +64,9 @@ def line_panel(
             runs = np.asarray([run[:length] for run in line.runs], dtype=float)[:, :: math.ceil(length / _POINTS)]
             x, y = runs[..., 0].mean(axis=0), runs[..., 1]
             look = {"color": f"C{line.series % 10}", "gid": f"series-{line.series}"}
-            style, marker = "--" if line.dashed else "-", "." if length < 40 else ""
-            axes.plot(x, y.mean(axis=0), linestyle=style, marker=marker, linewidth=1.4, label=line.name, **look)
+            style, label = ("--", None) if line.dashed else ("-", line.name)
+            marker = "." if length < 40 else ""
+            axes.plot(x, y.mean(axis=0), linestyle=style, marker=marker, linewidth=1.4, label=label, **look)
             if len(runs) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), alpha=0.15, linewidth=0, **look)
         low, high = axes.get_ylim()
@@ -133,7 +134,7 @@ def save_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
         for place, panel in zip(places, [*small, *maps], strict=True):
             axes = figure.add_subplot(place)
             panel.draw(axes)
-            axes.set_title(panel.title, fontsize=9)
+            axes.set_title("\n".join(filter(None, (panel.title, panel.note))), fontsize=9)
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(fontsize=7)
         figure.suptitle(title, fontsize=10)
@@ -145,7 +146,7 @@ def to_svg(panel: Panel) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
+    ink: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
     out = io.StringIO()
     # Clip paths and markers are known by hashes, which must differ between the pictures of a page.
     with matplotlib.rc_context({**_STYLE, **ink, "svg.hashsalt": panel.title}):

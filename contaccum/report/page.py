@@ -322,11 +322,13 @@ def _map(report: Mapping[str, Any]) -> list[Panel]:
     columns = [str(value) for value in report["grid"].get(last, report["seeds"])]
     rows: dict[str, list[float]] = {}
     for group in report["groups"].values():
-        labels, found = group["labels"], next(iter(group["metrics"].values()), {}).get(_MAIN, {})
+        labels, scored = group["labels"], [found[_MAIN] for found in group["metrics"].values()][:1]
         title = ", ".join([group["entry"], *(f"{key}={labels[key]}" for key in outer if key in labels)])
-        values = dict(zip(map(str, group["seeds"]), found.get("values", ()), strict=False))
-        if report["grid"]:
-            values = {column: found["mean"] for column in columns if found and labels.get(last, column) == column}
+        values: dict[str, float] = {}
+        for found in scored:
+            values = dict(zip(map(str, group["seeds"]), found["values"], strict=True))
+            if report["grid"]:
+                values = {column: found["mean"] for column in columns if labels.get(last, column) == column}
         row = rows.setdefault(title, [float("nan")] * len(columns))
         row[:] = [values.get(column, value) for column, value in zip(columns, row, strict=True)]
     return [map_panel(f"final {METRICS[_MAIN]}", [f"{last}={column}" for column in columns], rows)] if rows else []
