@@ -7,18 +7,15 @@ are not done again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import Parser, load_model, search_settings
+from contaccum.cli.options import SEARCH, Parser, load_model, search_settings
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable, write_json, write_text
 
-Record = Mapping[str, Any]
-
-SEARCH_OPTIONS = ("index", "index_parameters", "similarity", "batch_size", "precision", "query_max_length")
-SEARCH_OPTIONS += ("passage_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+Records = list[dict[str, Any]]
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +77,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _evaluate(args: argparse.Namespace, sets: Sequence[Any], only: Any, k_values: tuple[int, ...]) -> list[Record]:
+def _evaluate(args: argparse.Namespace, sets: Sequence[Any], only: Any, k_values: tuple[int, ...]) -> Records:
     """The records of all sets; ``only`` is the data of a single one, which need not be read again."""
     from contaccum.evaluation.beir import evaluate_beir, plan_search
     from contaccum.evaluation.metrics import metric_names
@@ -92,7 +89,10 @@ def _evaluate(args: argparse.Namespace, sets: Sequence[Any], only: Any, k_values
     for one, plan in zip(sets, plans, strict=True):
         record, why, replaced = None, "", one.output.exists()
         if only is None:  # a single set was asked for now; of several, those that are done need not be done again
-            plan |= {"data": {"fingerprint": one.fingerprint, "split": one.split}, "metrics": metric_names(k_values)}
+            plan |= {
+                "data": {"fingerprint": one.fingerprint, "split": one.split},
+                "metrics": sorted(metric_names(k_values)),
+            }
             record, why = finished_result(one.output, plan)
         if record is not None:
             print(f"kept: {one.output} ({why})")
@@ -108,7 +108,7 @@ def _evaluate(args: argparse.Namespace, sets: Sequence[Any], only: Any, k_values
     return records
 
 
-def _score_run(args: argparse.Namespace, dataset: Any, k_values: tuple[int, ...]) -> Record:
+def _score_run(args: argparse.Namespace, dataset: Any, k_values: tuple[int, ...]) -> dict[str, Any]:
     from contaccum.evaluation.beir import score_beir_run
     from contaccum.evaluation.results import read_trec_run, write_result
 
@@ -134,7 +134,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
     what = "earlier results on the same data, compared query by query by the first of --metrics"
     add("--compare", nargs="+", type=Path, default=[], metavar="EARLIER.json", help=what)
-    parser.add_shared(*SEARCH_OPTIONS)
+    parser.add_shared(*SEARCH)
     return check_model_or_run(parser.parse(argv), "evaluate")
 
 

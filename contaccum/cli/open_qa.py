@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.evaluate import SEARCH_OPTIONS, check_model_or_run
-from contaccum.cli.options import Parser, load_model, search_settings
+from contaccum.cli.evaluate import check_model_or_run
+from contaccum.cli.options import SEARCH, Parser, load_model, search_settings
 from contaccum.files import require_writable
 
 
@@ -67,5 +67,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--match", choices=("string", "regex"), default="string", help="regex for CuratedTREC")
     add("--k_values", nargs="+", type=int, default=[1, 5, 20, 100], metavar="K")
     add("--output", default=Path("open_qa.json"), type=Path, metavar="OUT.json")
-    parser.add_shared(*SEARCH_OPTIONS)
+    parser.add_shared(*SEARCH)
     return check_model_or_run(parser.parse(argv), "open_qa")

@@ -51,6 +51,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "output": {"type": Path, "required": True, "metavar": "PATH", "help": "what to write"},
 }
 
+SEARCH: tuple[str, ...] = ("index", "index_parameters", "similarity", "batch_size", "precision", "query_max_length")
+SEARCH += ("passage_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+"""The options of the commands that encode and search in memory."""
+
 
 def load_model(name: str, args: argparse.Namespace) -> Any:
     """The model ``name`` with the device, lengths and trust of the command line.

@@ -124,8 +124,10 @@ def search(
     chosen = {name: settings[name] for name in names if name in settings}
     searcher = FaissSearcher(model, use_gpu=use_gpu, show_progress_bar=show_progress, **chosen)
     run = searcher.search(corpus, queries, k, about["model"]["similarity"])
-    about["model"] |= {"name": model_name, "dimension": searcher.last_index.dimension}
-    about["search"]["gpus"] = searcher.last_index.gpus
+    found = searcher.last_index
+    assert found is not None  # there is one after a search
+    about["model"] |= {"name": model_name, "dimension": found.dimension}
+    about["search"]["gpus"] = found.gpus
     if searcher.recall:
         about["search"]["recall"] = searcher.recall
     rate = len(corpus) / max(searcher.timing["encode_corpus_seconds"], 1e-9)

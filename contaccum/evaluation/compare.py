@@ -1,7 +1,7 @@
 """Comparing an evaluation with a previous one, query by query: which is better, by how much, and on which queries.
 
-A previous result is a record of one set or a table of several, of this version of ``contaccum evaluate`` or
-of one before. Only results on the same data are compared. Nothing is encoded or searched here.
+A previous result is a record of one set or a table of several, by this version of ``contaccum evaluate`` or by one
+before. Only results on the same data are compared. Nothing is encoded or searched here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_previous(path: Path, sets: Sequence[EvaluationSet], metric: str) -> Pre
                 f"{file}: is on other data: {about}, and this evaluation on {_about(namesakes[0])} (compare results of "
                 "the same data)"
             )
-        if not alike:
+        if not alike or (alike[0].label in scores and not namesakes):
             left_out.append(about)
             continue
         scores[alike[0].label] = scores_of(record, metric, file)
@@ -151,7 +151,7 @@ def _row(mine: Sequence[tuple[str, float]], theirs: Sequence[float], weights: Se
     a = [score * weight * n for (_, score), weight in zip(mine, weights, strict=True)]
     b = [score * weight * n for score, weight in zip(theirs, weights, strict=True)]
     # Rounded, so that what differs in the last bits is a tie, and equal changes are in the order of their queries.
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"query": query, "difference": round(score - other, 9), "ours": score, "earlier": other}
         for (query, score), other in zip(mine, theirs, strict=True)
     ]

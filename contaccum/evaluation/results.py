@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
@@ -83,11 +83,8 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         DataError: the file is missing, or is something else.
     """
     record = read_json(path)
-    if not {"metrics", "per_query", "data"} <= record.keys():
-        raise DataError(f"{path}: not a results file: it needs metrics, per_query and data")
-    for key in ("metrics", "per_query", "data"):
-        if not isinstance(record[key], dict):
-            raise DataError(f"{path}: not a results file: its {key} is not a mapping; evaluate again")
+    if not all(isinstance(record.get(key), dict) for key in ("metrics", "per_query", "data")):
+        raise DataError(f"{path}: not a results file, which has metrics, per_query and data; evaluate again")
     return record
 
 
@@ -107,26 +104,14 @@ def result_files(path: Path) -> list[Path]:
         raise DataError(f"{path}: not a table that `contaccum evaluate` wrote ({error!r})") from error
 
 
-# Results that need not be made again -------------------------------------------------------------------------------
-
-_IDENTITY = {
-    "model": ("model", "fingerprint"),
-    "tokenisation": ("tokenisation",),
-    "similarity": ("model", "similarity"),
-    "data": ("data", "fingerprint"),
-    "split": ("data", "split"),
-    "index": ("search", "index"),
-    "index parameters": ("search", "index_parameters"),
-    "depth": ("search", "k"),
-    "precision": ("precision",),
-}
+# Results that need not be made again ---------------------------------------------------------------------------------
 
 
-def finished_result(path: Path, planned: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+def finished_result(path: Path, plan: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The record at ``path`` if it is what an evaluation would give again, else None; and a word on why.
 
     Args:
-        planned: the record that the evaluation would leave, as far as that is known before; of the metrics, the names.
+        plan: what the record will say of all that decides its scores; of the metrics, their sorted names.
 
     Returns:
         the record or None, and the reason, which is empty where nothing lies at ``path``.
@@ -137,20 +122,22 @@ def finished_result(path: Path, planned: Mapping[str, Any]) -> tuple[dict[str, A
         record = read_result(path)
     except DataError:
         return None, "it was no result"
-    planned = json.loads(json.dumps(planned))  # as it would come back from the file: a list for a tuple
-    other = [what for what, keys in _IDENTITY.items() if _at(record, keys) != _at(planned, keys)]
-    other += ["metrics"] if sorted(record["metrics"]) != sorted(planned["metrics"]) else []
+    plan = json.loads(json.dumps(plan))  # as it would come back from the file: a list for a tuple
+    other = ", ".join(_differences({**record, "metrics": sorted(record["metrics"])}, plan))
     if other:
-        return None, f"it had other {', '.join(other)}"
+        return None, f"it had other {other}"
     if not path.with_suffix(".trec").exists():
         return None, "its run was gone"
     return record, f"same model, data and settings, of {record.get('created', 'unknown date')}"
 
 
-def _at(record: Any, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        record = record.get(key) if isinstance(record, dict) else None
-    return record
+def _differences(record: Mapping[str, Any], plan: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in plan.items():
+        found = record.get(key)
+        if isinstance(value, dict) and isinstance(found, dict):
+            yield from _differences(found, value, f"{key} ")
+        elif found != value:
+            yield f"{above}{key}"
 
 
 # Runs in TREC format ------------------------------------------------------------------------------------------------
@@ -158,7 +145,7 @@ def _at(record: Any, keys: tuple[str, ...]) -> Any:
 _BLANKS = {code: quote(chr(code)) for code in range(0x3001) if chr(code).isspace()}  # 0x3000 is the last of them
 
 
-def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterable[str]:
+def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterator[str]:
     """Lines ``qid Q0 docid rank score tag``, rank from 1, in trec_eval's own order (ties by id, descending).
 
     Scores have nine digits, which is all of a float32. A blank in an id would split the line and is written %20.

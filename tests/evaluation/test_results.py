@@ -101,12 +101,12 @@ def test_a_finished_result_is_known_by_all_that_decides_its_scores(tmp_path: Pat
     record, why = finished_result(path, plan)
     assert record == read_result(path) and why.startswith("same model, data and settings, of 20")
     for what, change in {
-        "model": {"model": {"fingerprint": "n", "similarity": "cos"}},
-        "similarity": {"model": {"fingerprint": "m", "similarity": "dot"}},
-        "tokenisation": {"tokenisation": {"query_max_length": 8}},
-        "data, split": {"data": {"fingerprint": "g"}},
-        "index, index parameters": {"search": {"index": "IVF", "index_parameters": "nprobe=1", "k": 10}},
-        "depth": {"search": {"index": "Flat", "k": 100}},
+        "model fingerprint": {"model": {"fingerprint": "n", "similarity": "cos"}},
+        "model similarity": {"model": {"similarity": "dot"}},
+        "tokenisation query_max_length": {"tokenisation": {"query_max_length": 8}},
+        "data fingerprint": {"data": {"fingerprint": "g", "split": "test"}},
+        "search index, search index_parameters": {"search": {"index": "IVF", "index_parameters": "nprobe=1", "k": 10}},
+        "search k": {"search": {"index": "Flat", "k": 100}},
         "precision": {"precision": "bfloat16"},
         "metrics": {"metrics": ["NDCG@10", "P@1"]},
     }.items():
