@@ -1,32 +1,37 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer, tied or untied.
 
 What it saves, `SentenceTransformer(path)` loads. Loading, pooling, prompts and routing are sentence-transformers';
-this module only puts the pieces together and adds the names that retrieval code expects.
+this module puts the pieces together, adds the names that retrieval code expects, and turns what cannot or must not be
+loaded into one line.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import socket
+import pickle
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlparse
 
 import torch
-from huggingface_hub import is_offline_mode, try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
+from sentence_transformers.util import import_from_string
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from typing_extensions import Self
 
-from contaccum.errors import ConfigError, UserError
-from contaccum.untrusted import check_model_folder, refusing_code
+from contaccum.errors import ConfigError, UserError, check_choice
+from contaccum.files import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AnyPath = str | os.PathLike[str]
 
 
 class DualEncoder(SentenceTransformer):
@@ -45,7 +50,7 @@ class DualEncoder(SentenceTransformer):
     @classmethod
     def from_backbone(
         cls,
-        name: str | os.PathLike[str] | PretrainedConfig,
+        name: AnyPath | PretrainedConfig,
         tied: bool = True,
         pooling: Literal["cls", "mean", "lasttoken"] = "cls",
         normalize: bool = False,
@@ -55,10 +60,10 @@ class DualEncoder(SentenceTransformer):
         passage_max_length: int | None = None,
         similarity: Literal["dot", "cos"] | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        tokenizer: AnyPath | PreTrainedTokenizerBase | None = None,
         device: str | None = None,
         trust_remote_code: bool = False,
-    ) -> Self:
+    ) -> DualEncoder:
         """Put pooling on a transformers encoder.
 
         Args:
@@ -67,7 +72,7 @@ class DualEncoder(SentenceTransformer):
             pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"`` (decoder backbones).
             normalize: end with unit length, so that inner product is cosine.
             query_prompt, passage_prompt: put before each query or passage, in training and in encoding.
-            query_max_length, passage_max_length: tokens kept, special tokens included. None: 32 and 256, or what
+            query_max_length, passage_max_length: tokens of a text, special tokens included. None: 32 and 256, or what
                 the backbone can take where that is less.
             similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
             dtype: of the weights.
@@ -78,77 +83,57 @@ class DualEncoder(SentenceTransformer):
             ConfigError: for arguments out of range or a config without a tokenizer.
             UserError: when the backbone cannot be loaded.
         """
-        if pooling not in ("cls", "mean", "lasttoken"):
-            raise ConfigError(f"pooling must be cls, mean or lasttoken, got {pooling!r}")
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if similarity not in (None, "dot", "cos"):
-            raise ConfigError(f"similarity must be dot or cos, got {similarity!r}")
+        check_choice("pooling", pooling, ("cls", "mean", "lasttoken"))
+        check_choice("dtype", dtype, DTYPES)
+        check_choice("similarity", similarity, (None, "dot", "cos"))
         transformer = _load_transformer(name, tokenizer, DTYPES[dtype], trust_remote_code)
         if transformer.tokenizer is None:
             raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")
-        limit = transformer.tokenizer.model_max_length
-        limit = min(limit, getattr(transformer.config, "max_position_embeddings", None) or limit)
+        limit = min(transformer.tokenizer.model_max_length, _positions(transformer))
         query_max_length = min(32, limit) if query_max_length is None else query_max_length
         passage_max_length = min(256, limit) if passage_max_length is None else passage_max_length
-        for key, length in (("query_max_length", query_max_length), ("passage_max_length", passage_max_length)):
-            if not isinstance(length, int) or not 3 <= length <= limit:
-                raise ConfigError(f"{key}={length!r}: this backbone takes 3 (two are special tokens) to {limit} tokens")
         # One module serves both kinds in a tied model: lengths go by task, and encode() without one gets the longer.
         transformer.max_seq_length = max(query_max_length, passage_max_length)
-        transformer.query_length, transformer.document_length = query_max_length, passage_max_length
-        tower: list[nn.Module] = [
-            transformer,
-            Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling),
-        ]
+        modules: list[nn.Module] = [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
         if normalize:
-            tower.append(Normalize())
-        modules: list[nn.Module] = tower
+            modules.append(Normalize())
         if not tied:
-            modules = [Router.for_query_document(tower, copy.deepcopy(tower))]  # type: ignore[arg-type]  # list invariance
-        prompts = {"query": query_prompt or "", "document": passage_prompt or ""}
+            modules = [Router.for_query_document(modules, copy.deepcopy(modules))]  # type: ignore[arg-type]  # list invariance
         similarity = similarity or ("cos" if normalize else "dot")
-        return cls(
+        model = cls(
             modules=modules,
-            prompts=prompts,
+            prompts={"query": query_prompt or "", "document": passage_prompt or ""},
             similarity_fn_name="cosine" if similarity == "cos" else "dot",
             device=device,
             trust_remote_code=trust_remote_code,
         )
+        set_max_lengths(model, query_max_length, passage_max_length)
+        return model
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], **kwargs: Any) -> Self:
+    def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
         """Load a saved model; keyword arguments are those of SentenceTransformer.
 
         Raises:
-            UserError: when there is no such folder or model, or it cannot be read.
+            UserError: when there is no such folder or model, or it cannot be read; see :func:`loading`.
         """
-        path = os.path.expanduser(os.fspath(path))
-        require_model(path)
-        check_model_folder(path, bool(kwargs.get("trust_remote_code")))
-        try:
-            with refusing_code(path):
-                return cls(path, **kwargs)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: not a model that can be loaded ({_first_line(error)})") from error
+        with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
+            return cls(name, **kwargs)
 
     @property
     def tied(self) -> bool:
         """Whether queries and passages share every weight."""
-        return self.query_encoder is self.passage_encoder
+        return is_tied(self)
 
     @property
     def query_encoder(self) -> nn.Module:
         """The tower of queries: features -> features with ``sentence_embedding`` (n, d). The model itself when tied."""
-        return self._tower("query")
+        return tower(self, "query")
 
     @property
     def passage_encoder(self) -> nn.Module:
         """The tower of passages; see :attr:`query_encoder`."""
-        return self._tower("document")
-
-    def _tower(self, task: str) -> nn.Module:
-        return tower(self, task)
+        return tower(self, "document")
 
     def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
         """Embed queries, as BEIR calls it: (len(queries), d). Keyword arguments are those of ``encode_query``."""
@@ -170,11 +155,13 @@ class DualEncoder(SentenceTransformer):
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
 
 
-def tower(model: SentenceTransformer, task: Literal["query", "document"] | str) -> nn.Module:
-    """The part of a SentenceTransformer that encodes ``task``: the route of a leading Router, else the whole model."""
+def tower(model: SentenceTransformer, task: str) -> nn.Module:
+    """The part of a SentenceTransformer that encodes ``task``, "query" or "document": the route of a leading Router,
+    else the whole model."""
     first = model[0]
     if not isinstance(first, Router):
         return model
+    # Private, but the only way to ask for the route that forward takes: mappings, modalities and the default decide.
     route = first.sub_modules[str(first._resolve_route(task=task, modality="text"))]
     rest = list(model.children())[1:]
     return nn.Sequential(*route.children(), *rest) if rest else route
@@ -189,22 +176,24 @@ def is_tied(model: SentenceTransformer) -> bool:
 def set_max_lengths(model: SentenceTransformer, query: int | None = None, document: int | None = None) -> None:
     """Truncate queries and documents at these numbers of tokens; None leaves the model's own limit.
 
-    Raises `ConfigError` for a length below 3 (two tokens are special) or beyond the model's positions, or when the
-    model has no tokens to count.
+    Raises:
+        ConfigError: for a length below 3 or beyond the model's positions, or when the model has no tokens to count.
     """
-    for kind, length in (("query", query), ("document", document)):
+    for kind, option, length in (("query", "query_max_length", query), ("document", "passage_max_length", document)):
         if length is None:
             continue
-        option = "query_max_length" if kind == "query" else "passage_max_length"
-        if length < 3:
-            raise ConfigError(f"{option} must be at least 3 (two tokens are special), not {length}")
         module = next(tower(model, kind).children())
         if not hasattr(module, f"{kind}_length"):
             raise ConfigError(f"{option} needs a transformer that tokenises text; this model starts otherwise")
-        limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if limit is not None and length > limit:
-            raise ConfigError(f"{option}={length} is more than the {limit} positions of the model; lower it")
+        if not 3 <= length <= _positions(module):
+            limit = f"3 (two are special tokens) to {_positions(module)} tokens"
+            raise ConfigError(f"{option}={length}: this model takes {limit}")
         setattr(module, f"{kind}_length", length)
+
+
+def _positions(transformer: Any) -> int:
+    """Tokens that a backbone has positions for."""
+    return getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
@@ -216,7 +205,7 @@ def set_dropout(model: nn.Module, probability: float) -> None:
     if not 0 <= probability < 1:
         raise ConfigError(f"dropout must be at least 0 and less than 1, got {probability!r}")
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base class of all of torch's dropouts
             module.p = probability
         for name in ("attention_dropout", "dropout_prob", "dropout_p"):
             # Some architectures keep attention's probability as a plain number and call the functional form.
@@ -247,48 +236,40 @@ def set_attention(model: nn.Module, implementation: str) -> None:
         try:
             backbone.set_attn_implementation(implementation)
         except (ValueError, ImportError) as error:
-            first = str(error).splitlines()[0]
-            raise ConfigError(f"attn_implementation={implementation}: {first}") from error
+            raise ConfigError(f"attn_implementation={implementation}: {error}") from error
 
 
-def _load_transformer(
-    name: str | os.PathLike[str] | PretrainedConfig,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-) -> Transformer:
-    remote = {"trust_remote_code": trust_remote_code}
-    if isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer), **remote)
-    if isinstance(name, PretrainedConfig):
-        if tokenizer is None:
-            raise ConfigError("a config alone has no vocabulary: pass tokenizer= with a name, a folder or a tokenizer")
-        # sentence-transformers builds its module from files, so a fresh encoder goes through a folder.
-        with tempfile.TemporaryDirectory() as folder:
-            AutoModel.from_config(name, **remote).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            return Transformer(folder, model_kwargs={"dtype": dtype})
+@contextmanager
+def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
+    """Around whatever loads a model (an encoder, a cross-encoder, a checkpoint): gives the name with ``~`` expanded.
+
+    Raises:
+        UserError: before, when there is no such model, or its folder names code of its own and that is not trusted;
+            after, when it cannot be read or holds a pickle with more than tensors, which is then not unpickled.
+    """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
     try:
-        with refusing_code(path):
-            transformer = Transformer(
-                path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
-            )
-    except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code:
+            _check_classes(Path(path))
+        yield path
+    except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path}: not a backbone that can be loaded ({_first_line(error)}). Pass a local folder, or a hub name "
-            "while online."
+            f"{path}: holds a pickle with more than weights in it, which could run code; it was not read. Get the "
+            "weights as safetensors from somebody you trust"
         ) from error
-    if tokenizer is not None:
-        transformer.processor = tokenizer
-    return transformer
+    except SafetensorError as error:  # a download or copy that broke off, or another format under this name
+        raise UserError(f"{path}: its weights are damaged ({error}); save or fetch it again") from error
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 
 def require_model(name: str) -> None:
     """Refuse a name that is neither a folder nor a hub name that can be had now.
 
-    Asking the hub while offline takes more than a minute of retries before it fails; one connection takes a moment.
+    sentence-transformers asks the hub many times, for more than a minute where it cannot be reached; this asks once.
 
     Raises:
         UserError: saying which of the two it is.
@@ -299,22 +280,69 @@ def require_model(name: str) -> None:
         raise UserError(f"{name}: is a file; name the folder that the model was saved to")
     if os.path.isabs(name) or name.startswith(".") or name.count("/") > 1 or not name.strip("/"):
         raise UserError(f"{name}: no such model folder")
-    full_name = name if "/" in name else f"sentence-transformers/{name}"
-    cached = (try_to_load_from_cache(repo, "config.json") for repo in (name, full_name))
-    proxies = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if proxies or any(isinstance(path, str) for path in cached):
-        return
-    host = urlparse(ENDPOINT).hostname or "huggingface.co"
+    names = [name] if "/" in name else [name, f"sentence-transformers/{name}"]
     try:
-        if is_offline_mode():
-            raise OSError("HF_HUB_OFFLINE is set")
-        socket.create_connection((host, urlparse(ENDPOINT).port or 443), timeout=5).close()
-    except OSError as error:
+        if not any(isinstance(try_to_load_from_cache(repo, "config.json"), str) for repo in names):
+            HfApi().model_info(name, timeout=5)
+    except RepositoryNotFoundError:
+        return  # the hub was asked; the library knows other names for a model, and says what it looked for
+    except Exception as error:  # what is raised without a network is the affair of the hub's HTTP client
         raise UserError(
-            f"{name}: no such folder, and the model hub cannot be reached to look it up ({error}). Pass the path of a "
-            "saved model, or try again online"
+            f"{name}: no such folder, and the model hub cannot be asked for it ({error}). Pass the path of a saved "
+            "model, or try again online"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _check_classes(folder: Path) -> None:
+    """Refuse classes of the folder's own choice in ``modules.json`` and in the settings of Routers.
+
+    sentence-transformers refuses names outside of its package by itself. Inside, a dotted name reaches whatever its
+    modules have imported, so it must lead to a module of its own.
+    """
+    file = folder / "modules.json"
+    modules = read_json(file, list) if file.is_file() else []
+    named = [(file, str(module["type"])) for module in modules]
+    for file in [folder / module["path"] / name for module in modules for name in _ROUTERS]:
+        types = read_json(file).get("types") if file.is_file() else None
+        named += [(file, str(kind)) for kind in types.values()] if isinstance(types, dict) else []
+    for file, kind in named:
+        try:
+            found: Any = import_from_string(kind) if kind.startswith(_OWN) else None
+        except ImportError as error:
+            raise UserError(f"{file}: names {kind!r}, which this sentence-transformers does not have") from error
+        if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.startswith(_OWN)):
+            raise UserError(
+                f"{file}: names {kind!r}, which is no module of sentence-transformers: loading it runs code that the "
+                "folder chose. If you have read that code and trust it, pass --trust_remote_code"
+            )
+
+
+_OWN = "sentence_transformers."
+_ROUTERS = ("router_config.json", "config.json")  # the latter is what older versions wrote
+
+
+def _load_transformer(
+    name: AnyPath | PretrainedConfig,
+    tokenizer: AnyPath | PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+) -> Transformer:
+    remote = {"trust_remote_code": trust_remote_code}
+    if isinstance(tokenizer, (str, os.PathLike)):
+        with loading(tokenizer, trust_remote_code) as path:
+            tokenizer = AutoTokenizer.from_pretrained(path, **remote)
+    if isinstance(name, PretrainedConfig):
+        if tokenizer is None:
+            raise ConfigError("a config alone has no vocabulary: pass tokenizer= with a name, a folder or a tokenizer")
+        # sentence-transformers builds its module from files, so a fresh encoder goes through a folder.
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModel.from_config(name, **remote).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            return Transformer(folder, model_kwargs={"dtype": dtype})
+    with loading(name, trust_remote_code) as path:
+        transformer = Transformer(
+            path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
+        )
+    if tokenizer is not None:
+        transformer.processor = tokenizer
+    return transformer

@@ -2,8 +2,8 @@
 
 GradNormRatio (arXiv 2406.12356, section 5) is the passage tower's norm over the query tower's. Untied towers have a
 gradient each, so it is taken from the weights. Tied towers share theirs, so there it is taken from the gradients of
-the embeddings. Two banks of equal size keep the ratio near 1; with the passage bank alone, unequal banks or a part
-frozen it leaves 1, and :class:`GradNormBalancer` can bring it back.
+the embeddings. Two banks of equal size keep the ratio near 1; with the passage bank alone or a part frozen it leaves 1,
+and :class:`GradNormBalancer` can bring it back.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GradNormBalancer(nn.Module):
     def __init__(self, horizon: float = 10.0) -> None:
         super().__init__()
         self.horizon = horizon
-        self.register_buffer("log_norms", torch.zeros(2, dtype=torch.float64))  # query, passage
-        self.register_buffer("weight", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("log_norms", torch.zeros(2))  # query, passage
+        self.register_buffer("weight", torch.zeros(()))
 
     def observe(self, query: float, passage: float) -> None:
         """Take in the norms of an update, before balancing. Norms of 0, infinite or NaN are passed over."""
@@ -47,7 +47,7 @@ class GradNormBalancer(nn.Module):
             return
         step = -math.expm1(-1 / self.horizon)
         self.weight += step * (1 - self.weight)
-        fresh = torch.tensor([query, passage], dtype=torch.float64).log().to(self.log_norms.device)
+        fresh = torch.tensor([query, passage]).log().to(self.log_norms)
         self.log_norms += step / self.weight * (fresh - self.log_norms)
 
     def factors(self) -> dict[str, float]:
@@ -69,13 +69,42 @@ class TowerGradNorms:
     def __init__(self, model: SentenceTransformer, balancer: GradNormBalancer | None = None) -> None:
         self.tied = is_tied(model)
         self.balancer = balancer
-        self._parameters = {
-            name: [p for p in tower(model, task).parameters() if p.requires_grad]
-            for name, task in (("query", "query"), ("passage", "document"))
-        }
+        self._parameters = {name: list(tower(model, task).parameters()) for name, task in _TASKS.items()}
         self._squares: dict[str, Tensor] = {}
         self._factors: dict[str, float] = {}
         self._hook = model.register_forward_hook(self._watch) if self.tied else None
+
+    def read(self, scale: float = 1.0) -> dict[str, float]:
+        """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
+
+        With a balancer these are the norms as balanced, and ``grad_norm_ratio_unbalanced`` is what they were; untied
+        towers' gradients are scaled by this call. Reads the device.
+
+        Args:
+            scale: what the loss was multiplied with (a gradient scaler's scale); divided out.
+        """
+        norms = self._embedding_norms() if self.tied else self._weight_norms()
+        factors, self._factors, self._squares = self._factors, {}, {}
+        values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
+        if len(values) < 2 or not values["grad_norm_query"]:
+            return values
+        if self.balancer is not None:
+            values["grad_norm_ratio_unbalanced"] = values["grad_norm_passage"] / values["grad_norm_query"]
+            self.balancer.observe(values["grad_norm_query"], values["grad_norm_passage"])
+            if not self.tied:
+                factors = self.balancer.factors()
+                for name in norms:
+                    torch._foreach_mul_(self._gradients(name), factors[name])  # as torch's own clip_grad_norm_ does
+            for name, factor in factors.items():
+                values[f"grad_norm_{name}"] *= factor
+        values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
+        return values
+
+    def close(self) -> None:
+        """Take the hook off the model."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _watch(self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]) -> None:
         embeddings = output.get("sentence_embedding")
@@ -93,56 +122,17 @@ class TowerGradNorms:
 
         embeddings.register_hook(add)
 
-    def read(self, scale: float = 1.0) -> dict[str, float]:
-        """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
+    def _embedding_norms(self) -> dict[str, Tensor]:
+        # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
+        squares = {name: self._squares[name] for name in _TASKS if name in self._squares}  # in one order on all ranks
+        return {name: sum_over_ranks(square).sqrt() / world_size() for name, square in squares.items()}
 
-        With a balancer these are the norms as balanced, and ``grad_norm_ratio_unbalanced`` is what they were; untied
-        towers' gradients are scaled by this call.
+    def _weight_norms(self) -> dict[str, Tensor]:
+        norms = {name: nn.utils.get_total_norm(self._gradients(name)) for name in _TASKS if self._gradients(name)}
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in norms.items()}  # FSDP shards them
 
-        Args:
-            scale: what the loss was multiplied with (a gradient scaler's scale); divided out.
-        """
-        norms: dict[str, Tensor] = {}
-        if self.tied:
-            # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
-            norms = {name: sum_over_ranks(square).sqrt() / world_size() for name, square in self._squares.items()}
-        else:
-            for name, parameters in self._parameters.items():
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                if gradients:
-                    norm = nn.utils.get_total_norm(gradients)
-                    norms[name] = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP's are sharded
-        factors, self._factors, self._squares = self._factors, {}, {}
-        values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
-        both = bool(values.get("grad_norm_query")) and "grad_norm_passage" in values
-        if self.balancer is not None and both:
-            values["grad_norm_ratio_unbalanced"] = values["grad_norm_passage"] / values["grad_norm_query"]
-            self.balancer.observe(values["grad_norm_query"], values["grad_norm_passage"])
-            if not self.tied:
-                factors = self.balancer.factors()
-                self._scale(factors)
-            for name, factor in factors.items():
-                values[f"grad_norm_{name}"] *= factor
-        if both:
-            values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
-        return values
+    def _gradients(self, name: str) -> list[Tensor]:
+        return [p.grad for p in self._parameters[name] if p.grad is not None]
 
-    def _scale(self, factors: dict[str, float]) -> None:
-        for name, parameters in self._parameters.items():
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factors[name])
 
-    def state(self) -> dict[str, Any]:
-        """What the update under way has gathered so far."""
-        return {"squares": dict(self._squares), "factors": dict(self._factors)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        self._squares, self._factors = dict(state["squares"]), dict(state["factors"])
-
-    def close(self) -> None:
-        """Take the hook off the model."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+_TASKS = {"query": "query", "passage": "document"}  # names here, and those of sentence-transformers

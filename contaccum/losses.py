@@ -1,13 +1,15 @@
 """ContAccumLoss: BankedInfoNCE as a sentence-transformers loss, (model, features) -> loss.
 
-It encodes the columns of a data set and names duplicates by their tokens; the loss itself is in ``info_nce``.
+It encodes the columns of a data set, names duplicates by their tokens, notices updates and probes the encoder. The loss
+itself is in ``info_nce``, and so are its settings: they pass through here.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -21,22 +23,11 @@ from contaccum.drift import MOVES_ENTRIES
 from contaccum.duplicates import PositivesTable, mix64
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
-from contaccum.probe import PAIRS_PER_PROBE, SharedProbe
+from contaccum.text_probe import PAIRS_PER_PROBE, TextProbe
 
-OF_RANK = "of_rank_"  # before the keys of a rank's own bank, in a state of several
-
-_LOSSES: weakref.WeakSet[ContAccumLoss] = weakref.WeakSet()
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Tell the losses whose model this optimizer moves. Fused optimizers leave no other trace of a step."""
-    for loss in list(_LOSSES):
-        some = next((p for p in loss.model.parameters() if p.requires_grad), None)
-        if any(p is some for group in optimizer.param_groups for p in group["params"]):
-            loss._stepped = True
-
-
-register_optimizer_step_post_hook(_after_step)
+# Keys of a state beside those of the banks: pairs at the last probe and whether an update has passed; before those of
+# the probe; before those of a rank's own bank, in a state of several.
+_PROGRESS, _PROBE, _OF_RANK = "progress", "probe.", "of_rank_"
 
 
 class ContAccumLoss(nn.Module):
@@ -52,53 +43,34 @@ class ContAccumLoss(nn.Module):
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank. Otherwise
             each has a bank of its own.
-        query_bank_size, normalize_by, mask_duplicates, bank_hard_negatives, drift_compensation, bank_dtype,
-            bank_device, shard_bank: as in :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
+        settings: any other of :class:`BankedInfoNCE`: ``query_bank_size``, ``normalize_by``, ``mask_duplicates``,
+            ``bank_hard_negatives``, ``drift_compensation``, ``bank_dtype``. Duplicates are recognised by a hash of
+            their tokens.
 
-    Requirements:
-        1. (anchor, positive) pairs, (anchor, positive, negative) triplets, or
-           (anchor, positive, negative_1, ..., negative_n) n-tuples
+    Raises:
+        ConfigError (a ValueError): for settings that cannot work.
 
     Inputs:
-        +-------------------------------------------------+--------+
-        | Inputs                                          | Labels |
-        +=================================================+========+
-        | (anchor, positive) pairs                        | none   |
-        +-------------------------------------------------+--------+
-        | (anchor, positive, negative) triplets           | none   |
-        +-------------------------------------------------+--------+
-        | (anchor, positive, negative_1, ..., negative_n) | none   |
-        +-------------------------------------------------+--------+
+        (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples; labels: none.
 
     Recommendations:
         - Set ``gradient_accumulation_steps`` so that ``bank_size`` is a few updates' worth of pairs: older entries
           come from an encoder that no longer exists.
-        - In evaluation (``model.eval()``) the loss is that of the batch alone, so that ``eval_loss`` compares with
-          other losses and does not move as the bank fills.
+        - In eval mode the loss is that of the batch alone, so that ``eval_loss`` compares with other losses.
 
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
-        - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, at the price of a second
-          forward pass and a batch as large as the number of negatives.
-        - Works inside :class:`MatryoshkaLoss`: each dimension keeps a bank of its own. Not inside
+        - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, and a second forward pass.
+        - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
 
     Example::
 
-        from contaccum import ContAccumLoss
-        from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-        from sentence_transformers import SentenceTransformerTrainingArguments
-
-        model = SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2")
-        trainer = SentenceTransformerTrainer(
-            model=model,
-            args=SentenceTransformerTrainingArguments(
-                output_dir="runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16
-            ),
-            train_dataset=train_dataset,  # columns: anchor, positive
-            loss=ContAccumLoss(model, bank_size=512),
+        loss = ContAccumLoss(model, bank_size=512)
+        args = SentenceTransformerTrainingArguments(
+            output_dir="runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16
         )
-        trainer.train()
+        SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset, loss=loss).train()
     """
 
     def __init__(
@@ -108,73 +80,37 @@ class ContAccumLoss(nn.Module):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         gather_across_devices: bool = False,
-        query_bank_size: int | None = None,
-        normalize_by: Literal["local", "all"] = "local",
-        mask_duplicates: bool = True,
-        bank_hard_negatives: bool = True,
-        drift_compensation: Literal["auto", "mean", "fresh", "none"] = "auto",
-        bank_dtype: torch.dtype | None = None,
-        bank_device: torch.device | str | None = None,
-        shard_bank: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__()
         if not scale > 0:
             raise ConfigError(f"scale must be a positive number, got {scale!r}")
-        similarities: dict[Callable[..., Tensor], Literal["cos", "dot"]] = {cos_sim: "cos", dot_score: "dot"}
+        similarities: dict[Callable[..., Tensor], str] = {cos_sim: "cos", dot_score: "dot"}
         if similarity_fct not in similarities:
             raise ConfigError(
-                f"similarity_fct={getattr(similarity_fct, '__name__', similarity_fct)} is not supported: the bank's "
-                "gradients are worked out for sentence_transformers.util.cos_sim and dot_score. Use one of them."
+                f"similarity_fct={getattr(similarity_fct, '__name__', similarity_fct)} is not supported: the bank "
+                "knows sentence_transformers.util.cos_sim and dot_score. Use one of them."
             )
         self.model = model
         self.scale = scale
         self.similarity_fct = similarity_fct
-        self.settings: dict[str, Any] = {
-            "bank_size": bank_size,
-            "query_bank_size": query_bank_size,
-            "temperature": 1.0 / scale,
-            "similarity": similarities[similarity_fct],
-            "normalize_by": normalize_by,
-            "mask_duplicates": mask_duplicates,
-            "bank_hard_negatives": bank_hard_negatives,
-            "drift_compensation": drift_compensation,
-            "bank_dtype": bank_dtype,
-            "gather_across_devices": gather_across_devices,
-            "bank_device": bank_device,
-            "shard_bank": shard_bank,
-        }
+        every = inspect.signature(BankedInfoNCE).bind(
+            bank_size=bank_size,
+            temperature=1.0 / scale,
+            similarity=similarities[similarity_fct],
+            gather_across_devices=gather_across_devices,
+            **settings,
+        )
+        every.apply_defaults()
+        self.settings: dict[str, Any] = every.arguments
+        BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
+        self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
         self.info_nces = nn.ModuleDict({})
-        self._size: str | None = None
-        self._probe: SharedProbe | None = None
         self._positives: PositivesTable | None = None
+        self._probe: TextProbe | None = None
         self._probed_at = 0  # pairs that the bank had seen
         self._stepped = False  # whether an optimizer has moved the model since the last micro-step
-        _LOSSES.add(self)
-        self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": 0})
-        BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
-
-    @property
-    def info_nce(self) -> BankedInfoNCE | None:
-        """The :class:`BankedInfoNCE` of the full embedding size (the first called), None before the first call."""
-        return None if self._size is None else self.info_nces[self._size]  # type: ignore[return-value]  # ModuleDict holds Modules
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """Diagnostics of the last call in training; see :class:`BankedInfoNCE`."""
-        return {} if self.info_nce is None else self.info_nce.last
-
-    def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
-        """Never take these for negatives of each other, wherever they meet: all positives of a data set, by id.
-
-        The ids are those that ``labels`` will hold; see :meth:`forward`. Like the model, they are no part of the state.
-
-        Args:
-            query_ids, passage_ids: int64 (r,) each.
-        """
-        self._positives = PositivesTable(query_ids, passage_ids)
-        for loss_fn in (*self.info_nces.values(), self._without_bank):
-            loss_fn.know_positives(self._positives)  # type: ignore[operator]  # a BankedInfoNCE
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
@@ -205,71 +141,50 @@ class ContAccumLoss(nn.Module):
         """
         ids = [None] * len(embeddings) if ids is None else ids
         negatives = torch.stack(embeddings[2:], dim=1) if len(embeddings) > 2 else None
-        negative_ids = None
-        if negatives is not None and all(x is not None for x in ids[2:]):
-            negative_ids = torch.stack([x for x in ids[2:] if x is not None], dim=1)
+        known = [x for x in ids[2:] if x is not None]
+        negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
         loss_fn = self._for_size(embeddings[0].shape[-1]) if self.training else self._without_bank
         return loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
 
-    def _follow_encoder(self, features: list[dict[str, Any]]) -> None:
-        """Count updates, and probe the encoder when one has passed and enough pairs with it."""
-        stepped, self._stepped = self._stepped, False
-        if stepped:
-            for loss_fn in self.info_nces.values():
-                loss_fn.end_update()  # type: ignore[operator]  # a BankedInfoNCE
-        # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
-        if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
-            return
-        first = self._probe is None and self.info_nce is None
-        if first:
-            self._probe = SharedProbe.of(features, self._shared)
-        # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
-        pairs = self._pairs_seen
-        if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
-            queries, passages = self._probe.encode(self.model)
-            self._for_size(queries.shape[-1]).observe_probe(queries, passages)
-            self._probed_at = pairs
+    @property
+    def info_nce(self) -> BankedInfoNCE | None:
+        """The :class:`BankedInfoNCE` of the largest embedding size, None before the first call."""
+        return max(self._info_nces(), key=lambda item: item[0], default=(0, None))[1]
 
     @property
-    def _shared(self) -> bool:
-        """Whether all ranks hold one and the same bank."""
-        return self.settings["gather_across_devices"] and world_size() > 1
+    def last(self) -> dict[str, Any]:
+        """Diagnostics of the last call in training; see :class:`BankedInfoNCE`."""
+        return {} if self.info_nce is None else self.info_nce.last
 
-    @property
-    def _pairs_seen(self) -> int:
-        return 0 if self.info_nce is None or self.info_nce.bank is None else self.info_nce.bank.pairs
+    def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
+        """Never take these for negatives of each other, wherever they meet: all positives of a data set, by id.
 
-    def _for_size(self, size: int) -> BankedInfoNCE:
-        key = str(size)
-        if key not in self.info_nces:
-            self.info_nces[key] = BankedInfoNCE(**self.settings)
-            if self._positives is not None:
-                self.info_nces[key].know_positives(self._positives)  # type: ignore[operator]  # a BankedInfoNCE
-        if self._size is None or int(self._size) < size:
-            self._size = key
-        return self.info_nces[key]  # type: ignore[return-value]  # ModuleDict holds Modules
+        The ids are those that ``labels`` will hold; see :meth:`forward`. Like the model, they are no part of the state.
+
+        Args:
+            query_ids, passage_ids: int64 (r,) each.
+        """
+        self._positives = PositivesTable(query_ids, passage_ids)
+        for loss_fn in (self._without_bank, *(loss_fn for _, loss_fn in self._info_nces())):
+            loss_fn.know_positives(self._positives)
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
         """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights.
 
-        With several ranks, all call it together. A bank that they share comes out in one piece, sharded or not, and
-        fits any number of ranks; banks of their own come out side by side, and fit as many ranks again.
+        With several ranks, all call it together. A bank that they share is the same on each, and fits any number of
+        ranks; banks of their own come out side by side, and fit as many ranks again.
 
         Args:
             keep: whether this rank wants the result, to write it; otherwise it only takes part, and gets an empty one.
         """
-        state: dict[str, Tensor] = {}
-        for size, loss_fn in self.info_nces.items():
-            whole = loss_fn.gathered_state_dict(keep or not self._shared)  # type: ignore[operator]  # a BankedInfoNCE
-            state |= {f"{size}.{key}": value for key, value in whole.items()}
-        if self._probe is not None and state:
-            device = next(iter(state.values())).device
-            since = {"pairs": self._pairs_seen - self._probed_at, "stepped": int(self._stepped)}
-            state |= {f"probe.{key}": value for key, value in self._probe.state_dict().items()}
-            state |= {f"since_probe.{key}": torch.tensor(value, device=device) for key, value in since.items()}
+        state = dict(self.info_nces.state_dict())
+        if state:
+            state[_PROGRESS] = torch.tensor([self._probed_at, self._stepped])
+        if self._probe is not None:
+            state |= {f"{_PROBE}{key}": value for key, value in self._probe.state_dict().items()}
         if world_size() > 1 and not self._shared:
             parts = enumerate(gather_states(state, next(self.model.parameters()).device))
-            state = {f"{OF_RANK}{index}.{key}": value for index, part in parts for key, value in part.items()}
+            state = {f"{_OF_RANK}{index}.{key}": value for index, part in parts for key, value in part.items()}
         return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -279,34 +194,18 @@ class ContAccumLoss(nn.Module):
             ConfigError: when the state was written with other settings, or holds banks of other ranks.
         """
         state = self._own_part(state)
-        probe = {key.removeprefix("probe."): value for key, value in state.items() if key.startswith("probe.")}
-        if probe:
-            self._probe = SharedProbe.from_state_dict(probe, self._shared)
-            self._stepped = bool(state["since_probe.stepped"])
-        banks = {key: value for key, value in state.items() if not key.startswith(("probe.", "since_probe."))}
-        for size in sorted({key.split(".", 1)[0] for key in banks}, key=int):
+        probed_at, stepped = state.pop(_PROGRESS, torch.zeros(2, dtype=torch.int64)).tolist()
+        probe = {key.removeprefix(_PROBE): state.pop(key) for key in list(state) if key.startswith(_PROBE)}
+        for size in {key.split(".", 1)[0] for key in state}:
             self._for_size(int(size))
-        self.info_nces.load_state_dict(banks)
-        self._probed_at = self._pairs_seen - int(state.get("since_probe.pairs", 0))
-
-    def _own_part(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the states of ranks with banks of their own, this rank's."""
-        ranks = {key.split(".", 1)[0] for key in state if key.startswith(OF_RANK)}
-        if not ranks:
-            return state
-        if self._shared or len(ranks) != world_size():
-            raise ConfigError(
-                f"this state holds the banks of {len(ranks)} ranks, written with gather_across_devices=False, and this "
-                f"run has {world_size()} with gather_across_devices={self._shared}: nobody could go on with them. Use "
-                f"{len(ranks)} ranks and gather_across_devices=False again, or start from the weights alone"
-            )
-        prefix = f"{OF_RANK}{rank()}."
-        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        self.info_nces.load_state_dict(state)
+        self._probe = TextProbe.from_state_dict(probe, self._shared) if probe else None
+        self._probed_at, self._stepped = probed_at, bool(stepped)
 
     def get_config_dict(self) -> dict[str, Any]:
+        """What sentence-transformers writes into the model card."""
         config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}
-        for key in ("bank_dtype", "bank_device"):
-            config[key] = None if config[key] is None else str(config[key])
+        config = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in config.items()}
         return {"scale": self.scale, "similarity_fct": self.similarity_fct.__name__, **config}
 
     @property
@@ -325,6 +224,77 @@ class ContAccumLoss(nn.Module):
     archivePrefix={arXiv},
 }
 """
+
+    def _follow_encoder(self, features: list[dict[str, Any]]) -> None:
+        """Count updates, and probe the encoder when one has passed and enough pairs with it."""
+        _FOLLOWING.add(self)
+        stepped, self._stepped = self._stepped, False
+        if stepped:
+            for _, loss_fn in self._info_nces():
+                loss_fn.end_update()
+        # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
+        if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
+            return
+        first = self._probe is None and self.info_nce is None
+        if first:
+            self._probe = TextProbe.of(features, self._shared)
+        # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
+        pairs = self._pairs_seen
+        if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
+            queries, passages = self._probe.encode(self.model, features)
+            self._for_size(queries.shape[-1]).observe_probe(queries, passages)
+            self._probed_at = pairs
+
+    @property
+    def _shared(self) -> bool:
+        """Whether all ranks hold one and the same bank."""
+        return self.settings["gather_across_devices"] and world_size() > 1
+
+    @property
+    def _pairs_seen(self) -> int:
+        return 0 if self.info_nce is None or self.info_nce.bank is None else self.info_nce.bank.pairs
+
+    def _info_nces(self) -> Iterable[tuple[int, BankedInfoNCE]]:
+        return ((int(size), loss_fn) for size, loss_fn in self.info_nces.items() if isinstance(loss_fn, BankedInfoNCE))
+
+    def _for_size(self, size: int) -> BankedInfoNCE:
+        if str(size) not in self.info_nces:
+            loss_fn = BankedInfoNCE(**self.settings)
+            if self._positives is not None:
+                loss_fn.know_positives(self._positives)
+            self.info_nces[str(size)] = loss_fn
+        return dict(self._info_nces())[size]
+
+    def _own_part(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of the state; of the states of ranks with banks of their own, this rank's."""
+        ranks = {key.split(".", 1)[0] for key in state if key.startswith(_OF_RANK)}
+        if not ranks:
+            return dict(state)
+        if self._shared or len(ranks) != world_size():
+            raise ConfigError(
+                f"this state holds the banks of {len(ranks)} ranks, written with gather_across_devices=False, and this "
+                f"run has {world_size()} with gather_across_devices={self._shared}: nobody could go on with them. Use "
+                f"{len(ranks)} ranks and gather_across_devices=False again, or start from the weights alone"
+            )
+        prefix = f"{_OF_RANK}{rank()}."
+        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+_FOLLOWING: weakref.WeakSet[ContAccumLoss] = weakref.WeakSet()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Tell the losses whose model this optimizer moves, all of it or a part (adapters, one tower, one layer).
+
+    A hook of torch's, since parameters do not show it: fused optimizers leave their version counters as they were.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for loss in list(_FOLLOWING):
+        if any(p.requires_grad and id(p) in held for p in loss.model.parameters()):
+            loss._stepped = True
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def token_hashes(features: dict[str, Any]) -> Tensor | None:

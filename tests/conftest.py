@@ -42,3 +42,17 @@ def tiny_config(tiny_tokenizer: BertTokenizerFast) -> BertConfig:
         intermediate_size=64,
         max_position_embeddings=64,
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(
+    tiny_config: BertConfig, tiny_tokenizer: BertTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """A saved random encoder: mean pooling, cosine, passages of 40 tokens."""
+    from contaccum import DualEncoder
+
+    path = str(tmp_path_factory.mktemp("model") / "tiny")
+    options = {"tokenizer": tiny_tokenizer, "pooling": "mean", "normalize": True, "passage_max_length": 40}
+    torch.manual_seed(0)
+    DualEncoder.from_backbone(tiny_config, device="cpu", **options).save_pretrained(path)
+    return path

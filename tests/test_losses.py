@@ -1,8 +1,9 @@
-"""ContAccumLoss inside sentence-transformers."""
+"""ContAccumLoss inside sentence-transformers: a drop-in that notices updates, probes and resumes by itself."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from sample_texts import sentences
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
+from torch import nn
 
-from contaccum import ContAccumLoss, DualEncoder
+from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder, losses, text_probe
 from contaccum.errors import ConfigError
 from contaccum.losses import token_hashes
+from contaccum.text_probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 
 
 @pytest.fixture
@@ -51,8 +54,9 @@ def test_without_a_bank_it_is_multiple_negatives_ranking_loss(
     assert max((a - b).abs().max().item() for a, b in zip(our_grads, their_grads, strict=True)) < 1e-12
 
 
-@pytest.mark.parametrize("columns", [2, 3, 4], ids=["pairs", "triplets", "n-tuples"])
-@pytest.mark.parametrize("model", [True, False], indirect=True, ids=["tied", "router"])
+@pytest.mark.parametrize(
+    ("columns", "model"), [(2, True), (4, False)], indirect=["model"], ids=["tied pairs", "router n-tuples"]
+)
 def test_trains_in_a_plain_sentence_transformer_trainer(model: DualEncoder, columns: int, tmp_path: Any) -> None:
     names = ["anchor", "positive", "negative_1", "negative_2"][:columns]
     dataset = Dataset.from_dict({name: sentences(24, i) for i, name in enumerate(names)})
@@ -75,7 +79,7 @@ def test_trains_in_a_plain_sentence_transformer_trainer(model: DualEncoder, colu
     ).train()
     assert loss.info_nce is not None and loss.info_nce.bank is not None
     assert loss.info_nce.bank.fill == 8
-    assert int(loss.info_nce.bank.enqueued) == 24
+    assert loss.info_nce.bank.pairs == 24
     assert loss.last["columns"] == (4 + 8) * (columns - 1)
     for tower in (model.query_encoder, model.passage_encoder):
         names = {id(p): name for name, p in model.named_parameters()}
@@ -89,10 +93,8 @@ def test_matryoshka_keeps_a_bank_for_each_dimension(model: DualEncoder) -> None:
         wrapped(features(model, 4, 2, seed=step), None).backward()
     assert {size: nce.bank.fill for size, nce in loss_fn.info_nces.items()} == {"32": 6, "16": 6}
     assert loss_fn.info_nce is loss_fn.info_nces["32"]
-    # The shorter bank holds what the loss was given: prefixes at unit length, less the running mean.
-    short = loss_fn.info_nces["16"]
-    stored = short.bank.entries().passages[-1] + short.passage_mean.mean
-    assert stored.shape == (16,)
+    assert {nce.bank.dim for nce in loss_fn.info_nces.values()} == {16, 32}
+    assert loss_fn._probe is None  # the embeddings of a probe would be taken for those of the micro-step
 
 
 def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder) -> None:
@@ -107,7 +109,7 @@ def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder) -> None:
     assert loss_fn.info_nce.bank.fill == 4
 
 
-def test_a_repeated_text_is_masked_by_its_tokens(model: DualEncoder) -> None:
+def test_a_text_that_is_in_the_bank_already_is_masked_by_its_tokens(model: DualEncoder) -> None:
     queries, passages = sentences(4, 1), sentences(4, 2)
     losses = {}
     for mask_duplicates in (True, False):
@@ -120,20 +122,20 @@ def test_a_repeated_text_is_masked_by_its_tokens(model: DualEncoder) -> None:
     assert losses[False] > losses[True] + 0.05
 
 
-def test_ids_in_labels_and_positives_told_beforehand_decide_what_is_masked(model: DualEncoder) -> None:
-    """A query's other positive, which no pair of batch or bank tells of, is no negative of it: in both."""
+def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(model: DualEncoder) -> None:
+    """A query's other positive, which no pair of batch or bank shows, is no negative of it: in both."""
     texts = features(model, 4, 2)
     ids = torch.tensor([[1, 101], [2, 102], [3, 103], [4, 104]])
     losses = {}
-    for name, labels, told in (
+    for name, labels, known in (
         ("tokens", None, False),
         ("scores", torch.rand(4), False),
         ("ids", ids, False),
         ("other ids", ids + 1000, True),
-        ("told", ids, True),
+        ("known", ids, True),
     ):
         loss_fn = ContAccumLoss(model, bank_size=8, drift_compensation="none").train()
-        if told:
+        if known:
             loss_fn.know_positives(torch.tensor([9, 1]), torch.tensor([9, 102]))
         model.eval()
         losses[name] = [loss_fn(texts, labels).item() for _ in range(2)]
@@ -142,11 +144,11 @@ def test_ids_in_labels_and_positives_told_beforehand_decide_what_is_masked(model
     scores = 20 * cos_sim(queries, passages)
     scores[0, 1] = -torch.inf
     alone = torch.nn.functional.cross_entropy(scores, torch.arange(4)).item()
-    assert losses["told"][0] == pytest.approx(alone, rel=1e-5) and losses["told"][0] < losses["ids"][0]
+    assert losses["known"][0] == pytest.approx(alone, rel=1e-5) and losses["known"][0] < losses["ids"][0]
     # Again: each row has a twin in the bank, and each negative too; one's own positive there is masked.
     doubled = scores + torch.log(2 - torch.eye(4))
     twice = 2 * torch.nn.functional.cross_entropy(doubled, torch.arange(4)).item()
-    assert losses["told"][1] == pytest.approx(twice, rel=1e-5)
+    assert losses["known"][1] == pytest.approx(twice, rel=1e-5)
 
 
 def test_token_hash_is_blind_to_padding_and_sees_order(tiny_tokenizer: Any) -> None:
@@ -166,20 +168,206 @@ def test_token_hashes_do_not_collide_on_a_hundred_thousand_rows() -> None:
     assert len(set(token_hashes({"input_ids": tokens}).tolist())) == distinct
 
 
+def test_every_setting_of_the_loss_passes_through_under_its_own_name(model: DualEncoder) -> None:
+    given = {"query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False, "bank_hard_negatives": False}
+    given |= {"drift_compensation": "none", "bank_dtype": torch.bfloat16}
+    loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, **given)
+    expected = {"bank_size": 4, "temperature": 0.2, "similarity": "dot", "gather_across_devices": True, **given}
+    assert loss_fn.settings == expected and expected.keys() == inspect.signature(BankedInfoNCE).parameters.keys()
+    config = loss_fn.get_config_dict()
+    assert (
+        config["scale"] == 5.0 and config["similarity_fct"] == "dot_score" and config["bank_dtype"] == "torch.bfloat16"
+    )
+    assert loss_fn.temperature == 0.2 and "2406.12356" in loss_fn.citation
+
+
 def test_settings_that_cannot_work_are_refused_at_once(model: DualEncoder) -> None:
     with pytest.raises(ConfigError, match="euclidean_sim"):
         ContAccumLoss(model, similarity_fct=euclidean_sim)
     with pytest.raises(ConfigError, match="scale"):
         ContAccumLoss(model, scale=0)
-    with pytest.raises(ConfigError, match="query_bank_size"):
-        ContAccumLoss(model, bank_size=4, query_bank_size=8)
+    with pytest.raises(ConfigError, match="bank_size"):
+        ContAccumLoss(model, bank_size=-1)
+    with pytest.raises(TypeError, match="bank_sise"):
+        ContAccumLoss(model, bank_sise=4)
 
 
-def test_bank_state_round_trip(model: DualEncoder) -> None:
-    loss_fn, copied = ContAccumLoss(model, bank_size=6), ContAccumLoss(model, bank_size=6)
-    for step in range(3):
-        loss_fn(features(model, 4, 3, seed=step), None)
-    copied.load_bank_state_dict(loss_fn.bank_state_dict())
+# Updates and probes --------------------------------------------------------------------------------------------------
+
+
+def ids_of(n: int, seed: int) -> list[dict[str, Any]]:
+    ids = torch.randint(5, 60, (2, n, 7), generator=torch.Generator().manual_seed(seed))
+    return [
+        {"input_ids": ids[i], "attention_mask": torch.ones_like(ids[i]), "task": task}
+        for i, task in enumerate(("query", "document"))
+    ]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("part", ["all", "first", "last layer", "adapter"])
+def test_an_optimizer_that_holds_any_part_of_the_model_makes_an_update(
+    model: DualEncoder, part: str, fused: bool
+) -> None:
+    trained = list(model.parameters())
+    if part == "first":
+        trained = trained[:1]
+    elif part == "last layer":
+        trained = list(model[0].auto_model.encoder.layer[-1].parameters())
+    elif part == "adapter":  # as LoRA does: all else is frozen, but somebody's optimizer may hold it
+        model.requires_grad_(False)
+        layer = model[0].auto_model.encoder.layer[0].intermediate
+        layer.adapter = nn.Linear(32, 2)
+        layer.register_forward_hook(lambda module, inputs, output: output + module.adapter(inputs[0]).sum())
+        trained = list(layer.adapter.parameters())
+    loss_fn = ContAccumLoss(model, bank_size=64)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=fused)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    others = torch.optim.SGD([nn.Parameter(torch.ones(2)), *frozen], lr=0.1)
+    for step in range(6):
+        loss_fn(ids_of(4, step)).backward()
+        others.step()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert int(loss_fn.info_nce.bank.updates) == 2  # the last has no micro-step after it yet
+
+
+@pytest.mark.parametrize("model", [False], indirect=True)
+def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(
+    model: DualEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_fn = ContAccumLoss(model, bank_size=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    probed: list[int] = []
+    encode = TextProbe.encode
+
+    def counting(self: TextProbe, *args: Any) -> Any:
+        probed.append(step)
+        return encode(self, *args)
+
+    monkeypatch.setattr(TextProbe, "encode", counting)
+    model.train()
+    for step in range(40):  # 16 pairs each
+        loss_fn(ids_of(16, step)).backward()
+        if step % 2 == 1 and step != 23:
+            optimizer.step()
+        optimizer.zero_grad()
+    gap = PAIRS_PER_PROBE // 16
+    assert probed == [0, gap, 2 * gap, 3 * gap + 2, 4 * gap + 2]  # none was due at 24: nothing had stepped
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("model", [False], indirect=True)
+def test_probing_uses_no_random_number_and_leaves_modes_as_they_were(model: DualEncoder) -> None:
+    model.train()
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()  # someone's choice
+    modes = [module.training for module in model.modules()]
+    features = model.preprocess(sentences(16), task="query"), model.preprocess(sentences(16, 1), task="document")
+    probe = TextProbe.of(list(features), shared=False)
+    state = torch.get_rng_state()
+    first, second = (probe.encode(model, features) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     model.eval()
-    ours, theirs = (each.train()(features(model.eval(), 4, 3), None).item() for each in (loss_fn, copied))
-    assert ours == theirs
+    expected = model.encode_query(sentences(16)[:PROBE_TEXTS], convert_to_tensor=True)
+    assert first[0].shape == (PROBE_TEXTS, 32) and torch.allclose(first[0], expected, atol=1e-6)
+    again = TextProbe.from_state_dict(probe.state_dict(), shared=False)
+    assert all(torch.equal(a, b) for a, b in zip(first, again.encode(model, features), strict=True))
+    flat = [{"input_ids": torch.arange(9)}, {"input_ids": torch.arange(9)}]
+    assert TextProbe.of(flat, shared=False) is None
+
+
+def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(
+    model: DualEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [[model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)]
+    monkeypatch.setattr(text_probe, "world_size", lambda: 3)
+    first_rows = iter(range(2))
+    monkeypatch.setattr(
+        text_probe,
+        "gather_states",
+        lambda own, device: [text_probe._first_rows(g[i], 3) for i in [next(first_rows)] for g in given],
+    )
+    probe = TextProbe.of(given[1], shared=True)
+    whole = TextProbe(*probe.columns, shared=False).encode(model, given[1])
+    alone = [model.eval()(dict(given[1][i]))["sentence_embedding"] for i in range(2)]
+    assert [len(x) for x in whole] == [7, 7]  # 3 of 5, 3 of 3, 1 of 1
+    assert all(torch.allclose(w[3:6], a, atol=1e-6) for w, a in zip(whole, alone, strict=True))
+    for ranks in (2, 3, 8):
+        monkeypatch.setattr(text_probe, "world_size", lambda ranks=ranks: ranks)
+        shares = []
+        for own in range(ranks):
+            monkeypatch.setattr(text_probe, "rank", lambda own=own: own)
+            shares.append(probe.encode(model, given[0]))
+        joined = [torch.cat(column) for column in zip(*shares, strict=True)]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(joined, whole, strict=True))
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drift", ["auto", "fresh"])
+def test_a_loss_restored_between_two_updates_goes_on_as_if_nothing_had_happened(model: DualEncoder, drift: str) -> None:
+    """Restored after the optimizer's step, which the next micro-step has yet to notice."""
+    settings = {"bank_size": 200, "drift_compensation": drift}
+    loss_fn = ContAccumLoss(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    set_to_eval(model)
+    for step in range(12):
+        loss_fn(ids_of(16, step)).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {key: value.clone() for key, value in loss_fn.bank_state_dict().items()}
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    assert loss_fn.bank_state_dict(keep=False) == {}
+    other = copy.deepcopy(model)
+    copied = ContAccumLoss(other, **settings)
+    copied.load_bank_state_dict(state)
+    found = []
+    for each, encoder in ((loss_fn, model), (copied, other)):
+        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
+        found.append([])
+        for step in range(12, 18):
+            loss = each(ids_of(16, step))
+            loss.backward()
+            found[-1].append((loss.item(), int(each.info_nce.bank.updates), each.last["columns"]))
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert found[0] == found[1]
+    with pytest.raises(ConfigError):
+        ContAccumLoss(model, bank_size=100, drift_compensation=drift).load_bank_state_dict(state)
+
+
+def set_to_eval(model: nn.Module) -> None:
+    """No dropout, while the loss goes on training."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def test_banks_of_each_rank_s_own_go_into_one_state_and_back(
+    model: DualEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [ContAccumLoss(model, bank_size=8) for _ in range(2)]
+    for seed, loss_fn in enumerate(ranks):
+        loss_fn(ids_of(4, seed))
+    own = [loss_fn.bank_state_dict() for loss_fn in ranks]
+    monkeypatch.setattr(losses, "world_size", lambda: 2)
+    monkeypatch.setattr(losses, "gather_states", lambda state, device: own)
+    state = ranks[0].bank_state_dict()
+    assert ranks[1].bank_state_dict(keep=False) == {}
+    for index in range(2):
+        monkeypatch.setattr(losses, "rank", lambda index=index: index)
+        restored = ContAccumLoss(model, bank_size=8)
+        restored.load_bank_state_dict(state)
+        monkeypatch.setattr(losses, "gather_states", lambda state, device: [state])
+        again = {key.removeprefix("of_rank_0."): value for key, value in restored.bank_state_dict().items()}
+        assert again.keys() == own[index].keys()
+        assert all(torch.equal(value, own[index][key]) for key, value in again.items())
+    for world, shared in ((3, False), (2, True)):
+        monkeypatch.setattr(losses, "world_size", lambda world=world: world)
+        with pytest.raises(ConfigError, match="banks of 2 ranks"):
+            ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(state)

@@ -51,6 +51,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "output": {"type": Path, "required": True, "metavar": "PATH", "help": "what to write"},
 }
 
+SEARCH: tuple[str, ...] = ("index", "index_parameters", "similarity", "batch_size", "precision", "query_max_length")
+SEARCH += ("passage_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+"""The options of the commands that encode and search in memory."""
+
 
 def load_model(name: str, args: argparse.Namespace) -> Any:
     """The model ``name`` with the device, lengths and trust of the command line.
@@ -60,6 +64,7 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     """
     from contaccum.encoders import DualEncoder, set_max_lengths
 
+    check_device(args.device)
     model = DualEncoder.from_pretrained(name, device=args.device, trust_remote_code=args.trust_remote_code)
     set_max_lengths(model, args.query_max_length, args.passage_max_length)
     return model
@@ -68,3 +73,23 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
 def autocast_dtype(args: argparse.Namespace) -> str | None:
     """``--precision`` as encoding takes it: None for float32."""
     return None if args.precision == "float32" else args.precision
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that torch cannot use here, before a model is read for it.
+
+    Raises:
+        ConfigError: naming the device and the reason.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def search_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """How the commands that search in memory do it, as `contaccum.evaluation.beir.search` takes it."""
+    names = ("index", "index_parameters", "batch_size", "similarity")
+    return {name: getattr(args, name) for name in names} | {"autocast_dtype": autocast_dtype(args)}

@@ -1,1 +1,1 @@
-"""`contaccum compare`: methods, grids of settings and seeds trained side by side, and one report of them all."""
+"""`contaccum compare`: which runs there are (plan), one run in its process (run), what came out (report)."""

@@ -1,28 +1,39 @@
 """From the results of runs to a comparison: means over seeds, differences to the baseline, and whether to trust them.
 
-Reads what the runs left, trains nothing, draws nothing. The tables of :func:`markdown` say what they are.
+Reads what the runs left; trains and draws nothing. The tables are those of report.md and of `contaccum report`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from contaccum.comparison.evaluating import METRICS
-from contaccum.comparison.plan import Group, Plan
-from contaccum.evaluation.significance import holm, paired_bootstrap
+from contaccum.evaluation.metrics import holm, paired_bootstrap
 
-RESAMPLES = 10_000
-BOOTSTRAP_SEED = 0
+if TYPE_CHECKING:
+    from contaccum.comparison.plan import Group, Plan
 
-_NOTES = f"""\
+# Metric as evaluate_beir names it -> as a report does. The first is the one that curves and maps show.
+METRICS = {"NDCG@10": "nDCG@10", "Recall@100": "Recall@100", "MRR@10": "MRR@10", "Accuracy@20": "Top-20 accuracy"}
+RESAMPLES, BOOTSTRAP_SEED = 10_000, 0
+
+NOTES = f"""\
 Mean and standard deviation (sd) are over seeds. A difference is to the baseline in the same cell of the grid; its
 interval and p-value are of a paired bootstrap over queries ({RESAMPLES:,} resamples, two-sided, scores averaged over
 seeds first): they speak of other queries, not of other seeds; the sd does that. Holm's p is corrected over the rows of
 its table. A value in brackets is the baseline's: the row itself has no such setting. Seconds are of training alone;
-s/update is the median. The gradient ratio is passages over queries.
-""".split("\n")
+s/update is the median. The gradient ratio is passages over queries."""
+
+# Column of the table of costs -> key of a result, how it is averaged over seeds, how it is shown.
+COST: dict[str, tuple[str, Any, str]] = {
+    "s/update": ("seconds_per_update", statistics.median, "{:.3f}"),
+    "training s": ("train_seconds", statistics.fmean, "{:,.1f}"),
+    "peak MB": ("peak_memory_mb", max, "{:,.0f}"),
+    "gradient ratio": ("grad_norm_ratio", statistics.fmean, "{:.3f}"),
+    "final loss": ("final_loss", statistics.fmean, "{:.4f}"),
+}
 
 Results = Mapping[str, Mapping[str, Any]]  # name of the run -> its result.json
 
@@ -35,117 +46,78 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         failed: name of the run -> why.
         about: command, settings, data, versions, commit, machine; taken over as it is.
     """
+    found = {
+        group.name: {seed: results[group.run(seed)] for seed in plan.seeds if group.run(seed) in results}
+        for group in plan.groups.values()
+    }
+    left_out = ("evaluations", "identity")
     return {
         **about,
         "baseline": plan.baseline,
         "seeds": list(plan.seeds),
         "grid": {key: list(values) for key, values in plan.grid.items()},
-        "entries": [
-            {"name": entry.name, "method": entry.method, "overrides": dict(entry.overrides)} for entry in plan.entries
-        ],
+        "entries": [{"name": e.name, "method": e.method, "overrides": dict(e.overrides)} for e in plan.entries],
         "statistics": {"resamples": RESAMPLES, "bootstrap_seed": BOOTSTRAP_SEED, "confidence": 0.95},
-        "warnings": list(warnings(plan, results)),
+        "warnings": [*_unfair(plan, results), *_mixed(results)],
         "failed": dict(failed),
-        "groups": {group.name: _summary(group, results) for group in plan.groups.values()},
-        "comparisons": compare(plan, results),
-        "runs": {
-            name: {key: value for key, value in result.items() if key not in ("evaluations", "identity")}
-            for name, result in results.items()
-        },
+        "groups": {name: _summary(plan.groups[name], by_seed) for name, by_seed in found.items()},
+        "comparisons": _compare(plan, found),
+        "runs": {n: {key: x for key, x in result.items() if key not in left_out} for n, result in results.items()},
     }
 
 
-def _summary(group: Group, results: Results) -> dict[str, Any]:
+def _summary(group: Group, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Means over seeds of what a group's finished runs measured."""
-    found = {seed: results[run.name] for seed, run in group.runs.items() if run.name in results}
-    metrics: dict[str, dict[str, Any]] = {}
-    for data in next(iter(found.values()))["evaluations"] if found else ():
-        metrics[data] = {}
-        for metric in METRICS:
-            values = [result["evaluations"][data]["metrics"][metric] for result in found.values()]
-            metrics[data][metric] = {"mean": statistics.fmean(values), "sd": _sd(values), "values": values}
-    cost: dict[str, Any] = {}
-    for key, reduce in (
-        ("seconds_per_update", statistics.median),
-        ("train_seconds", statistics.fmean),
-        ("evaluation_seconds", statistics.fmean),
-        ("peak_memory_mb", max),
-        ("grad_norm_ratio", statistics.fmean),
-        ("final_loss", statistics.fmean),
-    ):
-        values = [result[key] for result in found.values() if result[key] is not None]
-        cost[key] = reduce(values) if values else None
-    return {
+    about: dict[str, Any] = {
         "entry": group.entry,
         "method": group.method,
         "labels": dict(group.labels),
-        "seeds": list(found),
-        "pairs_per_update": next(iter(group.runs.values())).pairs_per_update,
-        "updates": sorted({result["updates"] for result in found.values()}),
-        "metrics": metrics,
-        **cost,
+        "seeds": list(by_seed),
     }
+    about |= {"updates": sorted({result["updates"] for result in by_seed.values()})}
+    about |= {"pairs_per_update": group.parsed[2].total_train_batch_size, "metrics": {}}
+    for data in next(iter(by_seed.values()))["evaluations"] if by_seed else ():
+        scored = [result["evaluations"][data]["metrics"] for result in by_seed.values()]
+        about["metrics"][data] = {metric: _mean([scores[metric] for scores in scored]) for metric in METRICS}
+    for key, average, _ in COST.values():
+        values = [result[key] for result in by_seed.values() if result[key] is not None]
+        about[key] = average(values) if values else None
+    return about
 
 
-def pairs_to_compare(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
-    """(labels, group, baseline's group), each pair once, though it may fill several cells of the grid.
-
-    A variant that fixes one of the grid's values is compared in the cells of that value alone.
-    """
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell, groups in plan.compared():
-        baseline = groups[plan.baseline]
-        for entry, name in groups.items():
-            own = {**plan.fixed(entry), **plan.groups[name].labels}
-            theirs = {**plan.fixed(plan.baseline), **plan.groups[baseline].labels}
-            # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
-            labels = {key: own.get(key, f"({theirs[key]})" if key in theirs else "") for key in cell}
-            rows.setdefault((name, baseline), labels)
-    order = list(plan.groups)
-    return [(rows[pair], *pair) for pair in sorted(rows, key=lambda pair: order.index(pair[0]))]
+def _mean(values: Sequence[float]) -> dict[str, Any]:
+    return {"mean": statistics.fmean(values), "sd": _sd(values), "values": values}
 
 
-def compare(plan: Plan, results: Results) -> list[dict[str, Any]]:
+def _sd(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Every group against the baseline of its cell, on every data set by every metric.
 
     Scores are averaged over the seeds that both have, per query; ``p_holm`` is corrected over all rows of the same data
     set and metric.
     """
     rows: list[dict[str, Any]] = []
-    known: dict[str, dict[tuple[str, str], dict[int, dict[str, float]]]] = {
-        group.name: _query_scores(group, results) for group in plan.groups.values()
-    }
-    for labels, name, baseline in pairs_to_compare(plan):
-        if name == baseline:
-            continue
-        for (data, metric), mine in known[name].items():
-            theirs = known[baseline].get((data, metric), {})
-            seeds = [seed for seed in mine if seed in theirs]
-            if not seeds:
-                continue
-            queries = list(mine[seeds[0]])
-            a = [statistics.fmean(mine[seed][query] for seed in seeds) for query in queries]
-            b = [statistics.fmean(theirs[seed][query] for seed in seeds) for query in queries]
-            found = paired_bootstrap(a, b, RESAMPLES, BOOTSTRAP_SEED)
-            by_seed = [
-                statistics.fmean(mine[s].values()) - statistics.fmean(theirs[s][query] for query in queries)
-                for s in seeds
-            ]
-            rows.append(
-                {
+    for labels, name, baseline in _pairs(plan):
+        seeds = [seed for seed in found[name] if seed in found[baseline]]
+        for data in found[name][seeds[0]]["evaluations"] if seeds else ():
+            mine, theirs = ([found[n][seed]["evaluations"][data] for seed in seeds] for n in (name, baseline))
+            for metric in METRICS:
+                a, b = query_means(mine, metric), query_means(theirs, metric)
+                by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
+                row: dict[str, Any] = {
                     "group": name,
                     "baseline_group": baseline,
                     "entry": plan.groups[name].entry,
                     "labels": labels,
-                    "data": data,
-                    "metric": metric,
-                    "seeds": seeds,
-                    "queries": len(queries),
-                    **found._asdict(),
-                    "difference_by_seed": by_seed,
-                    "sd_over_seeds": _sd(by_seed),
                 }
-            )
+                row |= {"data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
+                row |= paired_bootstrap(
+                    list(a.values()), [b[query] for query in a], RESAMPLES, BOOTSTRAP_SEED
+                )._asdict()
+                rows.append({**row, "difference_by_seed": by_seed, "sd_over_seeds": _sd(by_seed)})
     for family in {(row["data"], row["metric"]) for row in rows}:
         members = [row for row in rows if (row["data"], row["metric"]) == family]
         for row, p in zip(members, holm([row["p_value"] for row in members]), strict=True):
@@ -153,156 +125,80 @@ def compare(plan: Plan, results: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def _query_scores(group: Group, results: Results) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
-    """(data set, metric) -> seed -> query id -> score."""
-    scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for seed, run in group.runs.items():
-        for data, evaluation in results.get(run.name, {}).get("evaluations", {}).items():
-            for metric, values in evaluation["per_query"].items():
-                by_query = dict(zip(evaluation["query_ids"], values, strict=True))
-                scores.setdefault((data, metric), {})[seed] = by_query
-    return scores
+def query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """{query: score} of a metric, averaged over what the runs of several seeds scored on one data set."""
+    by_seed = [dict(zip(one["query_ids"], one["per_query"][metric], strict=True)) for one in evaluations]
+    return {query: statistics.fmean(scores[query] for scores in by_seed) for query in by_seed[0]}
 
 
-def warnings(plan: Plan, results: Results) -> Iterator[str]:
-    """What would make a comparison unfair: runs of one cell and seed that did not begin or go on alike."""
-    checks = (
-        ("initial_weights", "began with other weights"),
-        ("data_order", "saw other pairs in some update (another batch sampler, or pairs per update?)"),
-        ("pairs_per_update", "has other pairs per update"),
-        ("updates", "made another number of updates"),
-    )
+def _pairs(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
+    """(labels, group, baseline's group), each pair once, though it may fill several cells of the grid."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell, members in plan.cells:
+        baseline = members[plan.baseline]
+        theirs = plan.groups[baseline].labels
+        for name in members.values():
+            own = plan.groups[name].labels
+            # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
+            labels = {key: own.get(key, f"({theirs[key]})" if key in theirs else "") for key in cell}
+            if name != baseline:
+                rows.setdefault((name, baseline), labels)
+    order = list(plan.groups)
+    return [(rows[pair], *pair) for pair in sorted(rows, key=lambda pair: order.index(pair[0]))]
+
+
+def _unfair(plan: Plan, results: Results) -> list[str]:
+    """Runs of one cell and seed that did not begin, or go on, as the baseline's did."""
+    checks = {
+        "initial_weights": "began with other weights",
+        "data_order": "saw other pairs in some update (another batch sampler, or pairs per update?)",
+        "pairs_per_update": "has other pairs per update",
+        "updates": "made another number of updates",
+    }
     said: set[str] = set()
-    for _, groups in plan.compared():
+    for _, members in plan.cells:
         for seed in plan.seeds:
             # The baseline's first: it is what the others are compared with, if it was finished.
-            names = dict.fromkeys([groups[plan.baseline], *groups.values()])
-            found = [results.get(plan.groups[name].runs[seed].name) for name in names]
-            finished = [result for result in found if result is not None]
-            for result in finished[1:]:
-                reference = finished[0]
-                for key, phrase in checks:
-                    if result[key] != reference[key]:
-                        said.add(f"{result['name']} {phrase} than {reference['name']}")
-    yield from sorted(said)
-    for key, what in (
-        ("git_commit", "commits of contaccum"),
-        ("versions", "package versions"),
-        ("machine", "machines"),
-    ):
+            names = [plan.groups[name].run(seed) for name in (members[plan.baseline], *members.values())]
+            first, *others = [results[name] for name in names if name in results] or [{}]
+            for other in others:
+                for key, phrase in checks.items():
+                    if other[key] != first[key]:
+                        said.add(f"{other['name']} {phrase} than {first['name']}")
+    return sorted(said)
+
+
+def _mixed(results: Results) -> Iterator[str]:
+    kinds = {"git_commit": "commits of contaccum", "versions": "package versions", "machine": "machines"}
+    for key, what in kinds.items():
         different = {str(result[key]) for result in results.values()}
         if len(different) > 1:
             yield f"runs were made with {len(different)} different {what} (or numbers of threads): mind the times"
 
 
-def _sd(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-# The report to read ----------------------------------------------------------------------------------------------
+# The report to read --------------------------------------------------------------------------------------------------
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """report.md: what was compared, what came out, what it cost."""
-    groups, grid = report["groups"], list(report["grid"])
-    baseline = report["baseline"]
-    lines = [f"# {', '.join(entry['name'] for entry in report['entries'])} compared", ""]
-    lines += [f"`{report['command']}`", ""]
-    lines += [f"- baseline {baseline}; seeds {', '.join(map(str, report['seeds']))}"]
-    for data in report.get("data", {}).get("evaluation", []):
-        lines.append(
-            f"- {data['name']} ({data['split']}): {data['queries']:,} queries, {data['documents']:,} documents"
-            f"{_sampled(report)}"
-        )
-    updates = sorted({n for group in groups.values() for n in group["updates"]})
-    pairs = sorted({group["pairs_per_update"] for group in groups.values()})
-    lines.append(f"- {_range(updates)} updates of {_range(pairs)} pairs")
-    for entry in report["entries"]:
-        if entry["overrides"]:
-            settings = ", ".join(f"{key}={value}" for key, value in entry["overrides"].items())
-            lines.append(f"- {entry['name']}: {entry['method']} with {settings}")
-    lines.append("")
-    if report["warnings"]:
-        lines += ["## Take care", "", *(f"- {text}" for text in report["warnings"]), ""]
-    if report["failed"]:
-        lines += ["## Failed", "", *(f"- {name}: {reason}" for name, reason in report["failed"].items()), ""]
-    for data in dict.fromkeys(name for group in groups.values() for name in group["metrics"]):
-        lines += [f"## {data}", ""]
-        for metric, shown in METRICS.items():
-            lines += [f"### {shown}", "", *_metric_table(report, data, metric, grid), ""]
-    lines += ["## Cost", "", *_cost_table(groups, grid), ""]
-    lines += ["## How to read it", "", *_NOTES]
-    return "\n".join(lines)
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    given = {"report": report, "metrics": METRICS, "rows": table_rows, "cost": COST, "notes": NOTES}
+    return templates.get_template("report.md.j2").render(given)
 
 
-def _metric_table(report: Mapping[str, Any], data: str, metric: str, grid: list[str]) -> list[str]:
-    compared = {
-        (row["group"], row["baseline_group"]): row
-        for row in report["comparisons"]
-        if (row["data"], row["metric"]) == (data, metric)
-    }
-    header = ["method", *grid, "mean", "sd", "difference", "95% interval", "p", "p (Holm)"]
-    rows, shown = [], set()
+def table_rows(report: Mapping[str, Any], data: str, metric: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table: ``entry``, ``labels``, ``mean`` and ``sd`` of a group, and ``compared``, the report's row.
+
+    A group has a row for each baseline that it is compared with, or one where ``compared`` is None.
+    """
     for name, group in report["groups"].items():
         values = group["metrics"].get(data, {}).get(metric)
-        if values is None:
-            continue
-        own = [group["entry"], *(group["labels"].get(key, "") for key in grid)]
-        numbers = [f"{values['mean']:.4f}", "-" if values["sd"] is None else f"{values['sd']:.4f}"]
-        for (mine, _), row in compared.items():
-            if mine != name:
-                continue
-            shown.add(name)
-            interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
-            labels = [group["entry"], *(row["labels"].get(key, "") for key in grid)]
-            rows.append(
-                [*labels, *numbers, f"{row['difference']:+.4f}", interval, _p(row["p_value"]), _p(row["p_holm"])]
-            )
-        if name not in shown:
-            rows.append([*own, *numbers, *["-"] * 4])
-    return _table(header, rows)
-
-
-def _cost_table(groups: Mapping[str, Mapping[str, Any]], grid: list[str]) -> list[str]:
-    header = ["method", *grid, "seeds", "s/update", "training s", "peak MB", "gradient ratio", "final loss"]
-    keys = (
-        ("seconds_per_update", ".3f"),
-        ("train_seconds", ".1f"),
-        ("peak_memory_mb", ".0f"),
-        ("grad_norm_ratio", ".3f"),
-        ("final_loss", ".4f"),
-    )
-    return _table(
-        header,
-        [
-            [
-                group["entry"],
-                *(group["labels"].get(key, "") for key in grid),
-                str(len(group["seeds"])),
-                *("-" if group[key] is None else format(group[key], spec) for key, spec in keys),
-            ]
-            for group in groups.values()
-        ],
-    )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
-
-
-def _p(value: float) -> str:
-    return "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _range(values: Sequence[int]) -> str:
-    return " to ".join(f"{n:,}" for n in dict.fromkeys([values[0], values[-1]])) if values else "no"
-
-
-def _sampled(report: Mapping[str, Any]) -> str:
-    settings = report.get("settings", {}).get("evaluation", {})
-    kept = [
-        f"{settings[key]:,} {what}"
-        for key, what in (("queries", "queries"), ("corpus", "documents"))
-        if settings.get(key)
-    ]
-    return f", a fixed sample of at most {' and '.join(kept)}" if kept else ""
+        own = (name, data, metric)
+        found = [row for row in report["comparisons"] if (row["group"], row["data"], row["metric"]) == own]
+        for row in found or [None]:
+            if values is not None:
+                labels = (row or group)["labels"]
+                yield {"entry": group["entry"], "labels": labels, **values, "compared": row}

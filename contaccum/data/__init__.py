@@ -1,52 +1,56 @@
-"""Reading training and evaluation data.
-
-Importing this package is cheap: `datasets` and `beir` are imported by the functions that need them.
-"""
+"""Reading training and evaluation data. Importing it is cheap: `datasets` is imported by the functions that need it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from contaccum.data.beir_folder import BeirDataset, load_beir_folder, passage_text
-from contaccum.data.beir_names import BEIR_NAMES, resolve_beir_data, shipped_scifact
-from contaccum.data.formats import DATA_FORMATS, sniff_format
-from contaccum.data.pairs import TrainingData, load_training_data
-from contaccum.data.reading import read_records
-from contaccum.data.record import Record
-from contaccum.data.records import BadRecord, RecordReport
-from contaccum.data.training_sets import TrainingSet, TrainingSets, load_training_sets, parse_training_sets
-
-if TYPE_CHECKING:
-    from contaccum.data.stream_batches import StreamedSets
-
-
-def __getattr__(name: str) -> Any:
-    # Streams are data sets of torch, which is imported with them alone.
-    if name == "StreamedSets":
-        from contaccum.data.stream_batches import StreamedSets
-
-        return StreamedSets
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+from contaccum.data.beir import (
+    BEIR_NAMES,
+    CQADUPSTACK_FORUMS,
+    NOT_PUBLIC,
+    PUBLIC_NAMES,
+    BeirDataset,
+    default_split,
+    load_beir_folder,
+    resolve_beir_data,
+    shipped_scifact,
+)
+from contaccum.data.columns import Record, parse_columns
+from contaccum.data.dataset import TrainingData, load_training_data
+from contaccum.data.questions import Passage, Questions, count_roughly, load_questions, read_passages
+from contaccum.data.readers import DATA_FORMATS, read_records, sniff_format
+from contaccum.data.records import BadRecord, RecordReport, passage_text
+from contaccum.data.sampling import EpochSampling, Selection, samplings_of
+from contaccum.data.sets import TrainingSet, TrainingSets, load_training_sets, parse_training_sets
 
 __all__ = [
     "BEIR_NAMES",
+    "CQADUPSTACK_FORUMS",
     "DATA_FORMATS",
+    "NOT_PUBLIC",
+    "PUBLIC_NAMES",
     "BadRecord",
     "BeirDataset",
+    "EpochSampling",
+    "Passage",
+    "Questions",
     "Record",
     "RecordReport",
-    "StreamedSets",
+    "Selection",
     "TrainingData",
     "TrainingSet",
     "TrainingSets",
+    "count_roughly",
+    "default_split",
     "load_beir_folder",
+    "load_questions",
     "load_training_data",
     "load_training_sets",
+    "parse_columns",
     "parse_training_sets",
     "passage_text",
+    "read_passages",
     "read_records",
     "resolve_beir_data",
+    "samplings_of",
     "shipped_scifact",
     "sniff_format",
 ]

@@ -1,248 +1,230 @@
-"""MS MARCO passage ranking: a folder of collection, queries, qrels and triples of ids, or one file of text triples.
+"""MS MARCO passage ranking: a folder of collection, queries, qrels and triples of ids.
 
-Texts stay on disk (`line_index`) and are read when their query's turn comes.
+Texts stay on disk and are read when their query's turn comes. Held in memory are 16 bytes for each passage and query,
+the judgements of the split, and 4 bytes for each triple that is used. A .gz collection or queries file is unpacked into
+a temporary file. Text triples, a file, are `readers`' business.
 """
 
 from __future__ import annotations
 
-import os
+import gzip
 import re
+import shutil
+import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from contaccum.data.line_index import LineIndex, open_seekable
-from contaccum.data.record import NOT_A_PAIR, Record, RecordRules
-from contaccum.data.records import Fault, RecordReport, one_line, quoted, read_lines, read_raw_lines, text_line
+from contaccum.data.beir import NOT_A_PAIR, SCORE
+from contaccum.data.records import (
+    BYTE_ORDER_MARK,
+    UNREADABLE,
+    Fault,
+    RecordReport,
+    checked_line,
+    one_line,
+    open_data_file,
+    quoted,
+    read_lines,
+    take,
+)
 from contaccum.errors import DataError
 
-# {query id: {passage id: line of the judgement}}, judgements above 0 alone
-Judged = dict[str, dict[str, int]]
-
-_SCORE = re.compile(r"[+-]?[0-9]{1,9}")
+_HEADER_WORDS = {*b"id pid qid docid doc_id query_id passage_id text passage query".split()}
 _LAYOUT = (
     "an MS MARCO folder holds collection.tsv, queries.SPLIT.tsv, qrels.SPLIT.tsv and perhaps "
     "qidpidtriples.SPLIT.*.tsv, each plain or .gz; without SPLIT, queries.tsv, qrels.tsv and triples.tsv"
 )
-_NOT_JUDGED = "triples of queries that the qrels do not judge, not used"
 
 
-def is_msmarco_folder(path: str | Path) -> bool:
+def is_msmarco_folder(path: Path) -> bool:
     """Whether `path` is a directory with a collection in it."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in ("collection.tsv", "collection.tsv.gz"))
+    return any((path / name).is_file() for name in ("collection.tsv", "collection.tsv.gz"))
 
 
-def read_msmarco(folder: Path, split: str, rules: RecordRules, report: RecordReport) -> Iterator[Record]:
-    """One record for each query that the qrels of a split judge above 0, in their order.
+def read_msmarco(
+    folder: Path, split: str, num_negatives: int | None, report: RecordReport
+) -> Iterator[tuple[int, str, list[str], list[str]]]:
+    """(line in the qrels, query, positives, negatives) for each query that a split judges above 0, in their order.
 
-    Negatives are those of the folder's triples of ids for the split (qid, positive pid, negative pid), in the order
-    of the file; with `rules.num_negatives` 0 that file is not read. Published triples hold hundreds for each query:
-    say how many to take.
-
-    Held in memory: 16 bytes for each passage and query, the judgements of the split, and 24 bytes for each run of
-    triples of one query (the published file has one run a query). A .gz collection, queries or triples file is
-    unpacked into a temporary file.
-
-    Bad are: lines without their two, four or three columns, blank texts, an id twice, a judgement twice, a score that
-    is no integer, unknown ids, and the judgements of a query with fewer triples than the rules demand.
+    Negatives are those of the folder's triples of ids for the split (qid, positive pid, negative pid), in the order of
+    the file: the first `num_negatives`, None: all; with 0 that file is not read. Published triples hold hundreds.
 
     Raises:
         DataError: a file is missing or cannot be used, nothing usable is left, or a bad record under "stop".
     """
-    collection, queries_file, qrels_file = _files(folder, split)
-    triples_file = _triples_file(folder, split) if rules.num_negatives != 0 else None
-    with LineIndex(collection, report, "passages") as passages, LineIndex(queries_file, report, "queries") as queries:
-        judged = _read_qrels(qrels_file, report, queries, passages)
-        triples = None if triples_file is None else TripleIndex(triples_file, report, judged, queries, passages)
-        try:
-            for query_id, positives in judged.items():
-                taken = [] if triples is None else triples.negatives(query_id, rules.num_negatives)
-                try:
-                    rules.require_negatives(len(taken))
-                except Fault as fault:
-                    for line in positives.values():
-                        report.reject(qrels_file, line, fault)
-                    continue
-                report.accept(len(positives))
-                yield Record(
-                    queries.text(query_id),
-                    [passages.text(passage_id).strip() for passage_id in list(positives)[: rules.max_positives]],
-                    [passages.text(passage_id).strip() for passage_id in taken],
+    collection, queries_file = _file(folder, "collection.tsv"), _file(folder, f"queries.{split}.tsv", "queries.tsv")
+    qrels = qrels_file(folder, split)
+    triples_file = _triples_file(folder, split) if num_negatives != 0 else None
+    with _Texts(collection, report, "passages") as passages, _Texts(queries_file, report, "queries") as queries:
+        judged = _read_qrels(qrels, report, queries, passages)
+        negatives = {query: array("i") for query in judged}
+        if triples_file is not None:
+            _read_triples(triples_file, report, negatives, num_negatives, queries, passages)
+        for query, (line, scores) in judged.items():
+            positives = [passages[place] for place, score in scores.items() if score > 0]
+            if positives:
+                yield (
+                    line,
+                    queries[queries.place(query, "query", "queries")],
+                    positives,
+                    [passages[place] for place in negatives[query]],
                 )
-        finally:
-            if triples is not None:
-                triples.close()
 
 
-def read_text_triples(path: Path, rules: RecordRules, report: RecordReport) -> Iterator[Record]:
-    """Lines of query, positive and negative text, separated by tabs, without a header: triples.train.small.tsv.
+class _Texts:
+    """The texts of an `id<TAB>text` file by id, without holding them: a hash and a place in the file for each line.
 
-    Raises:
-        DataError: the file cannot be used, it holds ids instead of texts, or a bad record under "stop".
-    """
-    first = True
-    for line, text in read_lines(path, report):
-        report.see()
-        try:
-            cells = text.split("\t")
-            if len(cells) != 3:
-                mend = "write query, positive and negative, separated by tabs"
-                raise Fault("not three columns", f"found {len(cells)}", mend)
-            if first and all(cell.strip().isdecimal() for cell in cells):
-                mend = "name the folder that holds it beside collection.tsv, queries.SPLIT.tsv and qrels.SPLIT.tsv"
-                raise DataError(one_line(f"{path}:{line}: triples of ids, not of texts ({mend})"))
-            for cell, what in zip(cells, ("query", "positive", "negative"), strict=True):
-                if not cell.strip():
-                    raise Fault(f"empty {what}")
-            first = False
-            rules.require_negatives(1)
-        except Fault as fault:
-            report.reject(path, line, fault)
-            continue
-        report.accept()
-        rules.note_unused(report, True)
-        yield Record(cells[0], [cells[1].strip()], [cells[2].strip()][: rules.num_negatives])
-
-
-class TripleIndex:
-    """Where the triples of each query are in a file of qid, pid+ and pid-, separated by white space.
-
-    Held are 24 bytes for each run of neighbouring lines of one query.
-
-    Raises:
-        DataError: the file cannot be used, or a bad record under "stop".
+    Ids go by 64-bit hashes: of ten million, two share one with a probability of 3e-6, and would be reported.
     """
 
-    def __init__(
-        self, path: Path, report: RecordReport, judged: Mapping[str, object], queries: LineIndex, passages: LineIndex
-    ) -> None:
-        self._path = path
-        self._file, broken_off = open_seekable(path)
-        keys, starts, counts = array("q"), array("q"), array("q")
-        last, end = "", -1
-        try:
-            for line, start, raw in read_raw_lines(self._file, path, report, broken_off):
-                if not raw.strip():
-                    continue
-                report.see()
-                try:
-                    query_id, negative = _triple(text_line(raw))
-                    if query_id not in judged and query_id not in queries:
-                        raise Fault("unknown query", quoted(query_id), "add it to the queries")
-                    if negative not in passages:
-                        raise Fault("unknown passage", quoted(negative), "add it to the collection")
-                except Fault as fault:
-                    report.reject(path, line, fault)
-                    continue
-                report.accept()
-                if query_id not in judged:
-                    report.note(_NOT_JUDGED)
-                    continue
-                if query_id == last and start == end:
-                    counts[-1] += 1
-                else:
-                    keys.append(hash(query_id))
-                    starts.append(start)
-                    counts.append(1)
-                last, end = query_id, start + len(raw)
-        except BaseException:
-            self._file.close()
-            raise
-        unsorted = np.array(keys, dtype=np.int64)
-        order = np.argsort(unsorted, kind="stable")
-        self._keys = unsorted[order]
-        self._starts = np.array(starts, dtype=np.int64)[order]
-        self._counts = np.array(counts, dtype=np.int64)[order]
+    def __init__(self, path: Path, report: RecordReport, what: str) -> None:
+        self.path, self._file = path, _seekable(path)
+        hashes, starts, lines = array("q"), array("q"), array("q")
+        for line, (identifier, start) in take(path, self._lines(), _id_and_start, report):
+            hashes.append(hash(identifier))
+            starts.append(start)
+            lines.append(line)
+        # Stable, so that of equal ids the first in the file comes first.
+        order = np.argsort(np.array(hashes, dtype=np.int64), kind="stable")
+        self._hashes, self._starts = (np.array(x, dtype=np.int64)[order] for x in (hashes, starts))
+        again = np.flatnonzero(self._hashes[1:] == self._hashes[:-1]) + 1
+        report.used -= len(again)
+        for line in sorted(lines[int(order[place])] for place in again):
+            report.reject(path, line, Fault("duplicate id", mend="keep one line for each id"))
+        report.refuse_if_nothing_left(path, len(hashes), what)
 
-    def negatives(self, query_id: str, most: int | None) -> list[str]:
-        """Ids of the first `most` negatives of a query, in the order of the file; None: all."""
-        found: list[str] = []
-        first, end = (int(self._keys.searchsorted(hash(query_id), side)) for side in ("left", "right"))
-        for run in range(first, end):
-            self._file.seek(int(self._starts[run]))
-            for _ in range(int(self._counts[run])):
-                if most is not None and len(found) >= most:
-                    return found
-                try:
-                    owner, negative = _triple(text_line(self._file.readline()))
-                except Fault as fault:
-                    raise DataError(one_line(f"{self._path}: {fault.reason} (it changed while it was read)")) from None
-                # Another query's run, should the two ids have the same hash.
-                if owner != query_id:
-                    break
-                found.append(negative)
-        return found
+    def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
+        """(line, (the byte at which it starts, its bytes)), but for blank lines and a header."""
+        end = 0
+        for line, raw in enumerate(self._file, start=1):
+            start, end = end, end + len(raw)
+            words = {cell.strip().lower() for cell in raw.removeprefix(BYTE_ORDER_MARK).split(b"\t")}
+            if raw.strip() and not (start == 0 and words <= _HEADER_WORDS):
+                yield line, (start, raw)
 
-    def close(self) -> None:
-        """Close the file."""
+    def __enter__(self) -> _Texts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def place(self, identifier: str, what: str, where: str) -> int:
+        """The place of an id; raises `Fault` where it is not there."""
+        place = int(self._hashes.searchsorted(hash(identifier)))
+        if place == len(self._hashes) or self._hashes[place] != hash(identifier):
+            raise Fault(f"unknown {what}", quoted(identifier), f"add it to the {where}")
+        return place
 
-def _triple(text: str) -> tuple[str, str]:
-    cells = text.split()
-    if len(cells) != 3:
-        raise Fault("not three columns", f"found {len(cells)}", "write query id, positive id and negative id")
-    return cells[0], cells[2]
+    def __getitem__(self, place: int) -> str:
+        self._file.seek(int(self._starts[place]))
+        identifier, tab, text = self._file.readline().decode("utf-8-sig", "replace").partition("\t")
+        if not tab or hash(identifier) != self._hashes[place]:
+            raise DataError(one_line(f"{self.path}: a line is gone (it changed while it was read)"))
+        return text.strip()
 
 
-def _read_qrels(path: Path, report: RecordReport, queries: LineIndex, passages: LineIndex) -> Judged:
-    """Lines of qid, 0, pid and score. Those above 0 are counted as used by whoever forms their records."""
-    judged: Judged = {}
-    not_pairs: set[tuple[str, str]] = set()
-    for line, text in read_lines(path, report):
-        report.see()
-        cells = text.split()
-        try:
-            if len(cells) != 4:
-                mend = "write query id, 0, passage id and score, separated by tabs"
-                raise Fault("not four columns", f"found {len(cells)}", mend)
-            query_id, _, passage_id, score = cells
-            if not _SCORE.fullmatch(score):
-                raise Fault("score is not an integer", f"found {quoted(score)}")
-            if query_id not in queries:
-                raise Fault("unknown query", quoted(query_id), "add it to the queries")
-            if passage_id not in passages:
-                raise Fault("unknown passage", quoted(passage_id), "add it to the collection")
-            if passage_id in judged.get(query_id, ()) or (query_id, passage_id) in not_pairs:
-                pair = f"query {quoted(query_id)}, passage {quoted(passage_id)}"
-                raise Fault("duplicate judgement", pair, "keep one line for each query and passage")
-        except Fault as fault:
-            report.reject(path, line, fault)
-            continue
-        if int(score) > 0:
-            judged.setdefault(query_id, {})[passage_id] = line
-        else:
-            not_pairs.add((query_id, passage_id))
-            report.accept()
-            report.note(NOT_A_PAIR)
+def _id_and_start(place: tuple[int, bytes]) -> tuple[str, int]:
+    start, raw = place
+    cells = checked_line(raw.decode("utf-8-sig", "surrogateescape")).split("\t")
+    if len(cells) != 2 or not cells[0].strip() or not cells[1].strip():
+        raise Fault("not an id and a text", f"found {quoted(cells)}", "write id and text, separated by a tab")
+    return cells[0], start
+
+
+def _seekable(path: Path) -> IO[bytes]:
+    """Open a file for reading at any byte; what is gzip is unpacked into a temporary file that vanishes when closed."""
+    file = open_data_file(path)
+    if not isinstance(file, gzip.GzipFile):
+        return file
+    unpacked = tempfile.TemporaryFile(prefix="contaccum-")  # noqa: SIM115  # the caller closes it
+    try:
+        with file:
+            shutil.copyfileobj(file, unpacked, 1 << 20)
+    except UNREADABLE as error:
+        unpacked.close()
+        mend = f"get it again, or let TMPDIR name a folder with more room than {tempfile.gettempdir()}"
+        raise DataError(one_line(f"{path}: cannot be unpacked: {error} ({mend})")) from error
+    unpacked.seek(0)
+    return unpacked
+
+
+def _read_qrels(
+    path: Path, report: RecordReport, queries: _Texts, passages: _Texts
+) -> dict[str, tuple[int, dict[int, int]]]:
+    """Lines of qid, 0, pid and score, as {query id: (its first line, {place of the passage: score})}."""
+    judged: dict[str, tuple[int, dict[int, int]]] = {}
+
+    def judgement(line: str) -> tuple[str, int, int]:
+        query, _, passage, score = _columns(line, 4, "query id, 0, passage id and score")
+        if not SCORE.fullmatch(score):
+            raise Fault("score is not an integer", f"found {quoted(score)}")
+        queries.place(query, "query", "queries")
+        place = passages.place(passage, "passage", "collection")
+        if query in judged and place in judged[query][1]:
+            pair = f"query {quoted(query)}, passage {quoted(passage)}"
+            raise Fault("duplicate judgement", pair, "keep one line for each query and passage")
+        return query, place, int(score)
+
+    for line, (query, place, score) in take(path, read_lines(path), judgement, report):
+        report.note(NOT_A_PAIR, score <= 0)
+        judged.setdefault(query, (line, {}))[1][place] = score
     report.refuse_if_nothing_left(path, len(judged), "judgements")
     return judged
 
 
-def _files(folder: Path, split: str) -> tuple[Path, Path, Path]:
-    """Collection, queries and qrels of a split, each plain or .gz; a file without a split in its name is of every one.
+def _read_triples(
+    path: Path,
+    report: RecordReport,
+    negatives: dict[str, array[int]],
+    most: int | None,
+    queries: _Texts,
+    passages: _Texts,
+) -> None:
+    """Add the places of the first `most` negatives of each query, of lines of qid, pid+ and pid-."""
+
+    def triple(line: str) -> tuple[str, int]:
+        query, _, passage = _columns(line, 3, "query id, positive id and negative id")
+        queries.place(query, "query", "queries")
+        return query, passages.place(passage, "passage", "collection")
+
+    for _, (query, place) in take(path, read_lines(path), triple, report):
+        found = negatives.get(query)
+        if found is None:
+            report.note("triples of queries that the qrels do not judge, not used")
+        elif most is None or len(found) < most:
+            found.append(place)
+
+
+def _columns(line: str, count: int, names: str) -> list[str]:
+    cells = line.split()
+    if len(cells) != count:
+        raise Fault(f"not {count} columns", f"found {len(cells)}", f"write {names}, separated by tabs")
+    return cells
+
+
+def qrels_file(folder: Path, split: str) -> Path:
+    """The judgements of a split, plain or .gz; a file without a split in its name is of every one.
 
     Raises:
-        DataError: one is missing; the message says which splits there are.
+        DataError: there is none; the message says which splits there are.
     """
-    if not os.path.isdir(folder):
+    return _file(folder, f"qrels.{split}.tsv", "qrels.tsv")
+
+
+def _file(folder: Path, *names: str) -> Path:
+    if not folder.is_dir():
         raise DataError(one_line(f"{folder}: no such folder (check the path; {_LAYOUT})"))
-    found = []
-    for name, plain in (
-        ("collection.tsv", "collection.tsv"),
-        (f"queries.{split}.tsv", "queries.tsv"),
-        (f"qrels.{split}.tsv", "qrels.tsv"),
-    ):
-        names = (name, f"{name}.gz", plain, f"{plain}.gz")
-        path = next((folder / n for n in names if os.path.isfile(folder / n)), None)
-        if path is None:
-            matches = (re.fullmatch(r"qrels\.(.+)\.tsv(\.gz)?", n) for n in os.listdir(folder))
-            splits = ", ".join(sorted({match.group(1) for match in matches if match})) or "none"
-            raise DataError(one_line(f"{folder / name}: no such file; qrels are there of: {splits} ({_LAYOUT})"))
-        found.append(path)
-    return found[0], found[1], found[2]
+    for name in names:
+        for path in (folder / name, folder / f"{name}.gz"):
+            if path.is_file():
+                return path
+    splits = sorted({re.sub(r"^qrels\.|\.tsv(\.gz)?$", "", path.name) for path in folder.glob("qrels.*.tsv*")})
+    there = ", ".join(splits) or "none"
+    raise DataError(one_line(f"{folder / names[0]}: no such file; qrels are there of: {there} ({_LAYOUT})"))
 
 
 def _triples_file(folder: Path, split: str) -> Path | None:
@@ -250,10 +232,10 @@ def _triples_file(folder: Path, split: str) -> Path | None:
 
     triples.SPLIT.*.tsv is left alone: those that are published hold texts.
     """
-    there = os.listdir(folder)
+    there = sorted(path.name for path in folder.iterdir())
     pattern = re.compile(rf".*qidpidtriples\.(.+\.)?{re.escape(split)}(\..+)?\.tsv(\.gz)?")
-    names = sorted(name for name in there if pattern.fullmatch(name))
-    names = names or [name for name in ("triples.tsv", "triples.tsv.gz", "qidpidtriples.tsv") if name in there]
+    names = [name for name in there if pattern.fullmatch(name)]
+    names = names or [name for name in there if re.fullmatch(r"(qidpid)?triples\.tsv(\.gz)?", name)]
     names = [name for name in names if not (name.endswith(".gz") and name.removesuffix(".gz") in names)]
     if len(names) > 1:
         raise DataError(one_line(f"{folder}: several files of triples: {', '.join(names)} (keep one there)"))

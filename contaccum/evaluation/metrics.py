@@ -1,28 +1,29 @@
-"""Retrieval metrics of a run against relevance judgements: BEIR's numbers, per query and unrounded.
+"""Retrieval metrics of a run, by pytrec_eval, and whether one system is better than another on the same queries.
 
-nDCG, MAP, recall and precision come from pytrec_eval, as in BEIR; MRR and accuracy follow BEIR's custom metrics.
-Unlike BEIR's functions these do not change the caller's run, count a judged query without results as zero for
-every metric, and order tied scores one way everywhere. Significance tests and tables are elsewhere.
+Unlike BEIR's functions, :func:`score_run` leaves the caller's run as it is, counts a judged query without results as
+zero for every metric, and orders tied scores as trec_eval does everywhere. Numbers in, numbers out: models, data sets
+and tables are elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, closest
 
 DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
+MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
+"""What tables show unless they are asked for others."""
+DEFAULT_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@20", "recall@100", "accuracy@1", "accuracy@20")
+"""What is computed while training, under the names that logs have."""
 
-# Name as BEIR prints it -> (pytrec_eval measure, its key in a query's scores)
-_TREC_MEASURES = {
-    "NDCG": ("ndcg_cut", "ndcg_cut_"),
-    "MAP": ("map_cut", "map_cut_"),
-    "Recall": ("recall", "recall_"),
-    "P": ("P", "P_"),
-}
-KINDS = (*_TREC_MEASURES, "MRR", "Accuracy")
+# Name as BEIR prints it -> pytrec_eval's measure, which it takes as `ndcg_cut.10` and gives as `ndcg_cut_10`.
+_TREC_MEASURES = {"NDCG": "ndcg_cut", "MAP": "map_cut", "Recall": "recall", "P": "P"}
+_KINDS = tuple(kind.lower() for kind in (*_TREC_MEASURES, "MRR", "Accuracy"))
+_CHUNK = 2**21  # resampled indices held at a time: 16 MB of them
 
 
 def score_run(
@@ -30,13 +31,15 @@ def score_run(
     run: Mapping[str, Mapping[str, float]],
     k_values: Sequence[int] = DEFAULT_K_VALUES,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Score a run; returns means over the judged queries, and the same metrics per query.
+    """Score a run {query id: {document id: score}}; returns means over the judged queries, and the same per query.
 
     Metrics are named as BEIR prints them: NDCG@k, MAP@k, Recall@k, P@k, MRR@k, Accuracy@k for every k. A document
     with its query's id is ignored, as in BEIR. Queries without judgements are ignored; judged queries that the run
     does not have count as zero, so that a run cannot gain by leaving hard queries out (pytrec_eval alone skips them).
 
-    Raises `ConfigError` for k < 1, `DataError` when nothing is judged or a score is NaN.
+    Raises:
+        ConfigError: k < 1.
+        DataError: nothing is judged, or a score is NaN.
     """
     import pytrec_eval
 
@@ -50,68 +53,135 @@ def score_run(
             raise DataError(f"query {qid}: the run has a score that is not a number")
 
     cuts = ",".join(map(str, k_values))
-    evaluator = pytrec_eval.RelevanceEvaluator(judged, {f"{name}.{cuts}" for name, _ in _TREC_MEASURES.values()})
-    trec = evaluator.evaluate(scored)
-    per_query: dict[str, dict[str, float]] = {}
-    for qid, grades in judged.items():
-        scores = {
-            f"{name}@{k}": float(trec[qid][f"{key}{k}"]) for name, (_, key) in _TREC_MEASURES.items() for k in k_values
-        }
-        first = _first_relevant_rank(grades, scored[qid])
+    measures = {f"{measure}.{cuts}" for measure in _TREC_MEASURES.values()} | {"recip_rank"}
+    trec = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(scored)
+    per_query = {}
+    for qid in judged:
+        scores = {f"{kind}@{k}": trec[qid][f"{name}_{k}"] for kind, name in _TREC_MEASURES.items() for k in k_values}
         for k in k_values:
-            hit = first is not None and first <= k
-            scores[f"MRR@{k}"] = 1.0 / first if first is not None and hit else 0.0
-            scores[f"Accuracy@{k}"] = float(hit)
+            found = trec[qid]["recip_rank"] * k > 1 - 1e-9  # the first relevant document is at place k or before
+            scores[f"MRR@{k}"] = trec[qid]["recip_rank"] if found else 0.0
+            scores[f"Accuracy@{k}"] = float(found)
         per_query[qid] = scores
-    names = next(iter(per_query.values()))
+    names = metric_names(k_values)
     return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}, per_query
 
 
+def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Documents in the order in which trec_eval ranks them: score in float32 descending, ties by id descending."""
+    # trec_eval holds scores in float32, so that what differs by less is a tie to it.
+    rounded = np.fromiter(hits.values(), dtype=np.float32, count=len(hits)).tolist()
+    return [(docid, hits[docid]) for _, docid in sorted(zip(rounded, hits, strict=True), reverse=True)]
+
+
+# Names of metrics ----------------------------------------------------------------------------------------------------
+
+
 def metric_names(k_values: Sequence[int]) -> list[str]:
-    """The names of all metrics that `score_run` gives, in its order."""
-    names = [f"{name}@{k}" for name in _TREC_MEASURES for k in k_values]
-    return names + [f"{name}@{k}" for k in k_values for name in ("MRR", "Accuracy")]
+    """The names of all metrics that :func:`score_run` gives, in its order."""
+    names = [f"{kind}@{k}" for kind in _TREC_MEASURES for k in k_values]
+    return names + [f"{kind}@{k}" for k in k_values for kind in ("MRR", "Accuracy")]
 
 
-def check_metrics(names: Sequence[str], k_values: Sequence[int]) -> tuple[str, ...]:
-    """Metrics chosen by name, each once; raises `ConfigError` for one that these cut-offs do not give."""
-    known = metric_names(k_values)
+def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
+    """Metrics chosen by name, each once; None: those of :data:`MAIN_METRICS` that these cut-offs give, or the like.
+
+    Raises:
+        ConfigError: a metric that these cut-offs do not give.
+    """
+    known = {name.lower(): name for name in metric_names(k_values)}
+    if names is None:
+        main = tuple(name for name in MAIN_METRICS if name in known.values())
+        return main or tuple(f"{name.partition('@')[0]}@{k_values[-1]}" for name in MAIN_METRICS)
     for name in names:
-        if name not in known:
-            kinds = ", ".join(KINDS)
+        if check_metric(name) not in known:
             cuts = ", ".join(map(str, k_values))
-            raise ConfigError(
-                f"there is no metric {name!r}: write a kind ({kinds}), @ and one of k_values ({cuts}), such as "
-                f"{known[0]}; --k_values sets other cut-offs"
-            )
-    return tuple(dict.fromkeys(names))
+            raise ConfigError(f"{name} is not computed with k_values {cuts}: --k_values sets other cut-offs")
+    return tuple(dict.fromkeys(known[check_metric(name)] for name in names))
+
+
+def check_metric(name: str) -> str:
+    """A metric's name as in logs, lower case and without a trainer's ``eval_``.
+
+    Raises:
+        ConfigError: no such metric.
+    """
+    plain = name.lower().removeprefix("eval_")
+    kind, at, k = plain.partition("@")
+    if kind not in _KINDS or not at or not k.isdecimal() or int(k) < 1:
+        kinds = ", ".join(_KINDS)
+        hint = closest(plain, DEFAULT_METRICS)
+        raise ConfigError(f"there is no metric {name!r}: write a kind ({kinds}), @ and a number, such as ndcg@10{hint}")
+    return f"{kind}@{int(k)}"
 
 
 def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
-    """The cut-offs, ascending and once each; raises `ConfigError` for none, or for one that is no whole number >= 1."""
+    """The cut-offs, ascending and once each.
+
+    Raises:
+        ConfigError: none, or one that is no whole number of at least 1.
+    """
     if not k_values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in k_values):
         raise ConfigError(f"k_values must be whole numbers of at least 1, such as 10 100, not {list(k_values)}")
     return tuple(sorted(set(k_values)))
 
 
-def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Documents in the order in which trec_eval ranks them: score in float32 descending, ties by id descending."""
-    rounded = _float32(hits).tolist()
-    order = sorted(zip(rounded, hits, strict=True), reverse=True)
-    return [(docid, hits[docid]) for _, docid in order]
+# Significance --------------------------------------------------------------------------------------------------------
 
 
-def _first_relevant_rank(grades: Mapping[str, int], hits: Mapping[str, float]) -> int | None:
-    rounded = _float32(hits)
-    scores = dict(zip(hits, rounded.tolist(), strict=True))
-    relevant = [(scores[docid], docid) for docid, grade in grades.items() if grade > 0 and docid in scores]
-    if not relevant:
-        return None
-    best, best_docid = max(relevant)
-    ties_ahead = sum(score == best and docid > best_docid for docid, score in scores.items())
-    return 1 + ties_ahead + int((rounded > best).sum())
+class PairedDifference(NamedTuple):
+    """Mean of a minus mean of b; its confidence interval; the two-sided p-value of "there is no difference"."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
 
 
-def _float32(hits: Mapping[str, float]) -> np.ndarray:
-    # trec_eval keeps scores in float32, so that what differs less than that is a tie to it.
-    return np.fromiter(hits.values(), dtype=np.float32, count=len(hits))
+def paired_bootstrap(
+    a: Sequence[float] | np.ndarray,
+    b: Sequence[float] | np.ndarray,
+    resamples: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> PairedDifference:
+    """Compare two systems by their scores on the same queries, (n,) each, in the same order.
+
+    n queries at a time are resampled with replacement. The interval holds the middle ``confidence`` of the resampled
+    differences (percentile bootstrap). The p-value is how often a resampled difference is as far from the observed one
+    as that is from zero: the bootstrap's distribution shifted to the null hypothesis (Efron and Tibshirani 1993,
+    chapter 16), with one added to both counts, so that it is never 0.
+
+    Raises:
+        DataError: scores of different lengths, none, or some that are not numbers.
+    """
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if x.shape != y.shape or x.ndim != 1 or not x.size:
+        raise DataError(f"paired scores are two lists of one length, one score a query; got {x.shape} and {y.shape}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise DataError("paired scores hold a value that is not a number")
+    differences = x - y
+    n, observed = len(differences), float(differences.mean())
+    generator = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    chunk = max(1, _CHUNK // n)
+    for start in range(0, resamples, chunk):
+        rows = min(chunk, resamples - start)
+        means[start : start + rows] = differences[generator.integers(0, n, size=(rows, n))].mean(axis=1)
+    # Sums in another order differ in the last bits: that must not turn a tie into a miss.
+    slack = 1e-12 * max(1.0, float(np.abs(differences).max()))
+    as_far = int((np.abs(means - observed) >= abs(observed) - slack).sum())
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return PairedDifference(observed, float(low), float(high), (1 + as_far) / (1 + resamples))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment of the p-values of one family of tests, in the given order.
+
+    Rejecting those at most alpha keeps the chance of any false rejection at most alpha (Holm 1979).
+    """
+    p: Any = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+    return adjusted.tolist()

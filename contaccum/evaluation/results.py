@@ -1,138 +1,197 @@
-"""The result of one evaluation, and its files: a JSON record and a TREC run beside it.
+"""The result of one evaluation and its files: a JSON record, and beside it the run in TREC format.
 
-Everything needed to reproduce or to doubt a number is in the record; nothing of the environment is. It computes
-no metric.
+Everything needed to reproduce or to doubt a number is in the record; nothing of the environment is. No metric is
+computed here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
-from contaccum.errors import DataError, UserError
+from contaccum.data.records import Fault, RecordReport, quoted, read_lines, take
+from contaccum.errors import DataError
 from contaccum.evaluation.metrics import trec_order
-from contaccum.evaluation.provenance import git_commit, package_versions
-from contaccum.redaction import redact, redact_record
+from contaccum.files import git_commit, package_versions, read_json, redact, redact_record, write_text
 
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+Run = dict[str, dict[str, float]]
+"""{query id: {document id: score}}"""
 
 
 @dataclass
 class EvaluationResult:
-    """One model on one data set.
+    """One model, or one run of another system, on one data set.
 
     Attributes:
         metrics: {"NDCG@10": ...}, means over the judged queries, unrounded.
         per_query: {query id: {metric: value}}.
-        run: {query id: {document id: score}}; goes to the TREC file, not into the record.
+        run: what was scored; goes to the TREC file, not into the record.
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
-        tokenisation: see `tokenisation_contract`.
+        tokenisation: how texts became vectors, see `tokenisation_contract`; None where nobody knows.
         search: index, index_parameters, k, gpus; of an approximate index also its recall against exact search.
         timing: seconds of encoding, indexing, searching and measuring recall, and documents_per_second.
-        precision: "float32", or the type that the encoder ran in under autocast.
+        precision: "float32", the type that the encoder ran in under autocast, or "unknown" of a run.
     """
 
     metrics: dict[str, float]
     per_query: dict[str, dict[str, float]]
-    run: dict[str, dict[str, float]]
+    run: Run
     data: dict[str, Any]
     model: dict[str, Any]
-    tokenisation: dict[str, Any] | None
     search: dict[str, Any]
-    timing: dict[str, float]
-    precision: str
-    versions: dict[str, str | None] = field(default_factory=package_versions)
+    tokenisation: dict[str, Any] | None = None
+    timing: dict[str, float] = field(default_factory=dict)
+    precision: str = "unknown"
+    versions: dict[str, str] = field(default_factory=package_versions)
     git_commit: str | None = field(default_factory=git_commit)
-    created: str = field(default_factory=_now)
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     def record(self) -> dict[str, Any]:
         """What the JSON file holds: every attribute but the run."""
-        record = asdict(self)
-        del record["run"]
-        return record
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "run"}
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the record to `path` and the run to `<stem>.trec` beside it; returns both paths.
+    """Write the record to ``path`` and the run to ``<stem>.trec`` beside it; returns both paths.
 
     Each file appears whole or not at all, and the record last: where it is, the run is.
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
     tag = re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name) or "contaccum"
-    write_atomically(run_path, trec_lines(result.run, tag))
-    write_atomically(path, [json.dumps(_public(result.record()), indent=1, allow_nan=False, ensure_ascii=False), "\n"])
+    write_text(run_path, trec_lines(result.run, tag))
+    # Scores by query are as large as the data and hold nothing but ids: they are not searched for credentials.
+    record = {key: value if key == "per_query" else redact_record(value) for key, value in result.record().items()}
+    write_text(path, [json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False), "\n"])
     return path, run_path
 
 
-def _public(record: dict[str, Any]) -> dict[str, Any]:
-    """The record without credentials; what names queries alone is as large as the data, and is not searched."""
-    return {key: value if key == "per_query" else redact_record(value) for key, value in record.items()}
-
-
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record that `write_result` wrote; raises `DataError` when the file is missing or something else."""
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a results file that can be read ({error})") from error
-    if not isinstance(record, dict) or not {"metrics", "per_query", "data"} <= record.keys():
-        raise DataError(f"{path}: not a results file: it needs metrics, per_query and data")
+    """The record that :func:`write_result` wrote, of this version or of one before.
+
+    Raises:
+        DataError: the file is missing, or is something else.
+    """
+    record = read_json(path)
+    if not all(isinstance(record.get(key), dict) for key in ("metrics", "per_query", "data")):
+        raise DataError(f"{path}: not a results file, which has metrics, per_query and data; evaluate again")
     return record
 
 
-def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterable[str]:
-    """Lines `qid Q0 docid rank score tag`, rank from 1, in trec_eval's own order (ties by id, descending).
+def result_files(path: Path) -> list[Path]:
+    """The record that ``path`` is, or the records that lie beside a table of several and are listed in it.
+
+    Raises:
+        DataError: the file cannot be read, or is a table that ``contaccum evaluate`` did not write.
+    """
+    content = read_json(path)
+    if "sets" not in content:
+        return [path]
+    try:
+        parts = [part for row in content["sets"] for part in row.get("parts", [row])]
+        return [path.parent / Path(part["file"]).name for part in parts]  # the name alone: only what lies beside it
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: not a table that `contaccum evaluate` wrote ({error!r})") from error
+
+
+# Results that need not be made again ---------------------------------------------------------------------------------
+
+
+def finished_result(path: Path, plan: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """The record at ``path`` if it is what an evaluation would give again, else None; and a word on why.
+
+    Args:
+        plan: what the record will say of all that decides its scores; of the metrics, their sorted names.
+
+    Returns:
+        the record or None, and the reason, which is empty where nothing lies at ``path``.
+    """
+    if not path.exists():
+        return None, ""
+    try:
+        record = read_result(path)
+    except DataError:
+        return None, "it was no result"
+    plan = json.loads(json.dumps(plan))  # as it would come back from the file: a list for a tuple
+    other = ", ".join(_differences({**record, "metrics": sorted(record["metrics"])}, plan))
+    if other:
+        return None, f"it had other {other}"
+    if not path.with_suffix(".trec").exists():
+        return None, "its run was gone"
+    return record, f"same model, data and settings, of {record.get('created', 'unknown date')}"
+
+
+def _differences(record: Mapping[str, Any], plan: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in plan.items():
+        found = record.get(key)
+        if isinstance(value, dict) and isinstance(found, dict):
+            yield from _differences(found, value, f"{key} ")
+        elif found != value:
+            yield f"{above}{key}"
+
+
+# Runs in TREC format ------------------------------------------------------------------------------------------------
+
+_BLANKS = {code: quote(chr(code)) for code in range(0x3001) if chr(code).isspace()}  # 0x3000 is the last of them
+
+
+def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterator[str]:
+    """Lines ``qid Q0 docid rank score tag``, rank from 1, in trec_eval's own order (ties by id, descending).
 
     Scores have nine digits, which is all of a float32. A blank in an id would split the line and is written %20.
     """
     for qid, hits in run.items():
         for rank, (docid, score) in enumerate(trec_order(hits), start=1):
-            yield f"{_no_blanks(qid)} Q0 {_no_blanks(docid)} {rank} {score:.9g} {tag}\n"
+            yield f"{_without_blanks(qid)} Q0 {_without_blanks(docid)} {rank} {score:.9g} {tag}\n"
 
 
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Make the folder of an output file and try it; raises `UserError` before hours of work are lost to it."""
-    path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; name a file, such as {path / 'results.json'}")
-    if path.suffix != ".json":
-        raise UserError(f"{path}: the output is JSON (with a .trec beside it); end its name in .json")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written here ({error.strerror or error})") from error
+def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop") -> Run:
+    """A run from whatever system, plain or gzip; blanks in ids, written %20, are blanks again.
+
+    Ranks are not believed: as in trec_eval, the order is that of the scores.
+
+    Raises:
+        DataError: the file cannot be used, or a bad line under "stop": not six columns, a score that is no finite
+            number, or a document twice for one query.
+    """
+    report = RecordReport(on_bad_record)
+    run: Run = {}
+
+    def hit(line: str) -> tuple[str, str, float]:
+        cells = line.split()
+        if len(cells) != 6:
+            mend = "write query, Q0, document, rank, score and tag, separated by blanks"
+            raise Fault("not six columns", f"found {len(cells)}", mend)
+        query, document = _with_blanks(cells[0]), _with_blanks(cells[2])
+        if document in run.get(query, {}):
+            named = f"{quoted(document)} of query {quoted(query)}"
+            raise Fault("duplicate document", named, "keep one line for it")
+        with suppress(ValueError):
+            if math.isfinite(score := float(cells[4])):
+                return query, document, score
+        raise Fault("score is not a number", f"found {quoted(cells[4])}")
+
+    for _, (query, document, score) in take(path, read_lines(path), hit, report):
+        run.setdefault(query, {})[document] = score
+    report.refuse_if_nothing_left(path, len(run), "results")
+    return run
 
 
-def _no_blanks(identifier: str) -> str:
-    return re.sub(r"\s", lambda blank: quote(blank.group()), identifier)
+def _without_blanks(identifier: str) -> str:
+    return identifier.translate(_BLANKS)
 
 
-def write_atomically(path: Path, parts: Iterable[str]) -> None:
-    """Write text to `path`, whole or not at all: when `parts` raises, what was there before is still there."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-            # A temporary file is private; a result is as readable as any file that the user makes.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(file.name, 0o666 & ~umask)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+def _with_blanks(identifier: str) -> str:
+    for code, text in _BLANKS.items() if "%" in identifier else ():
+        identifier = identifier.replace(text, chr(code))
+    return identifier

@@ -1,1 +1,1 @@
-"""Training: arguments, the trainer, its callbacks, and the `contaccum train` command."""
+"""Training: arguments, the trainer and what surrounds it: checkpoints, log, memory, refreshed negatives."""

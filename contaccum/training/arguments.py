@@ -1,24 +1,27 @@
-"""ContAccumTrainingArguments: the method and the bank, on top of sentence-transformers' training arguments.
+"""ContAccumTrainingArguments: the method, the bank and the batches, beside sentence-transformers' training arguments.
 
-Combinations that cannot work are refused here, before a model is loaded. Nothing here touches a model or data.
+What cannot work together is refused before a model is loaded, by the table in ``rules``. The settings of the loss are
+passed on by name, and checked by the loss itself. Nothing here touches a model or data.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
-from contaccum.data.batch_plan import LENGTH_WINDOW
-from contaccum.drift import DRIFT_COMPENSATIONS
-from contaccum.errors import ConfigError
+from contaccum.data.samplers import LENGTH_WINDOW, SET_SAMPLERS
+from contaccum.errors import ConfigError, check_choice
+from contaccum.files import redact_record
 from contaccum.grad_norms import BALANCES
-from contaccum.settings import check_settings, check_sharding
-from contaccum.training.engines import refuse_engines, refuse_first_fsdp
-from contaccum.training.eval_arguments import EvaluationArguments
-from contaccum.training.set_sampling import DEFAULT_SAMPLING_TEMPERATURE, SET_SAMPLERS, take_set_sampling
-from contaccum.training.sizes import check_memory_limit, fit_sizes, keep_asked, pairs_per_update
+from contaccum.info_nce import BankedInfoNCE
+from contaccum.training.rules import MACHINE_RULES, RULES, check_trackers, name_of, refuse
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
@@ -27,8 +30,13 @@ DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
+def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field with its default, what `--help` says of it, and the values it may have."""
+    return field(default=default, metadata={"help": help_text, **({"choices": choices} if choices else {})})
+
+
 @dataclass
-class ContAccumTrainingArguments(EvaluationArguments):
+class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
     A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for
@@ -38,307 +46,221 @@ class ContAccumTrainingArguments(EvaluationArguments):
         ConfigError: for combinations that cannot work, naming both settings and the way out.
     """
 
-    method: str = field(
-        default="contaccum",
-        metadata={
-            "help": "in_batch: one batch per update. grad_accum: micro-batches, each with its own negatives. "
-            "grad_cache: one large batch encoded twice, micro-batch by micro-batch. contaccum: micro-batches and two "
-            "banks. pre_batch: micro-batches and the passage bank alone.",
-            "choices": METHODS,
-        },
+    method: str = option(
+        "contaccum",
+        "in_batch: one batch per update. grad_accum: micro-batches, each with its own negatives. grad_cache: one "
+        "large batch encoded twice, micro-batch by micro-batch. contaccum: micro-batches and two banks. pre_batch: "
+        "micro-batches and the passage bank alone.",
+        METHODS,
     )
-    bank_size: int | None = field(
-        default=None,
-        metadata={"help": f"Rows of the passage bank (contaccum, pre_batch). Default {DEFAULT_BANK_SIZE}."},
+    bank_size: int | None = option(None, f"Rows of each bank (contaccum, pre_batch). Default {DEFAULT_BANK_SIZE}.")
+    query_bank_size: int | None = option(None, "Rows of the query bank: bank_size (default), or 0, which is pre_batch.")
+    similarity: str | None = option(None, "cos or dot. Default: the model's own.", ("cos", "dot"))
+    temperature: float | None = option(None, "Divides the scores. Default 0.05 with cos, 1.0 with dot.")
+    normalize_by: str = option(
+        "local",
+        "local: row losses over the local rows, the full batch's gradient when nothing drifts. all: over local and "
+        "bank rows, as in the paper.",
     )
-    query_bank_size: int | None = field(
-        default=None, metadata={"help": "Rows of the query bank, at most bank_size. Default: bank_size."}
+    mask_duplicates: bool = option(
+        True, "Do not treat known positives of a query as its negatives (contaccum, pre_batch)."
     )
-    similarity: str | None = field(
-        default=None, metadata={"help": "cos or dot. Default: the model's own.", "choices": ("cos", "dot")}
+    bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
+    drift_compensation: str = option(
+        "auto",
+        "mean: banked entries move along with the mean of their tower. auto: and retire when they have drifted too "
+        "far in spite of it. fresh: the bank is emptied after every update. none: as in the paper.",
     )
-    temperature: float | None = field(
-        default=None, metadata={"help": "Divides the scores. Default 0.05 with cos, 1.0 with dot."}
+    bank_dtype: str | None = option(
+        None, "Storage dtype of the bank. Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES)
     )
-    normalize_by: str = field(
-        default="local",
-        metadata={
-            "help": "local: row losses over the local rows, the full batch's gradient when nothing drifts. all: over "
-            "local and bank rows, as in the paper.",
-            "choices": ("local", "all"),
-        },
+    gather_across_devices: bool | None = option(
+        None,
+        "Build the batch of all devices before the loss; with a bank, all then hold one and the same. Default: with a "
+        "bank (contaccum, pre_batch) yes, else no.",
     )
-    mask_duplicates: bool = field(
-        default=True,
-        metadata={"help": "Do not treat known positives of a query as its negatives (contaccum, pre_batch)."},
+    balance_grad_norms: str = option(
+        "none",
+        "geometric: scale the two towers' gradients to the geometric mean of their norms, smoothed over updates, "
+        "before clipping. For what the two banks do not balance: pre_batch, frozen parts.",
+        BALANCES,
     )
-    bank_hard_negatives: bool = field(default=True, metadata={"help": "Keep hard negatives in the bank."})
-    drift_compensation: str = field(
-        default="auto",
-        metadata={
-            "help": "mean: banked entries move along with the mean of their tower. auto: and retire when they have "
-            "drifted too far in spite of it. fresh: the bank is emptied after every update. none: as in the paper.",
-            "choices": DRIFT_COMPENSATIONS,
-        },
+    learning_rate_scaling: str = option(
+        "none",
+        "Multiply learning_rate by (pairs per update / learning_rate_base_batch_size): linear, or its square root: "
+        "sqrt.",
+        ("none", "linear", "sqrt"),
     )
-    bank_dtype: str | None = field(
-        default=None,
-        metadata={"help": "Storage dtype of the bank. Default: that of the embeddings, float32 at least."},
+    learning_rate_base_batch_size: int = option(128, "Pairs per update at which learning_rate holds as given.")
+    topic_column: str | None = option(
+        None, "Column with a label for each row: batches are of one topic. It is not encoded."
     )
-    bank_device: str | None = field(
-        default=None,
-        metadata={"help": "Where the bank lives. Default: with the model; cpu for banks that the GPU has no room for."},
+    length_window: int | None = option(
+        None,
+        "Micro-batches sorted by length together, with train_sampling_strategy=group_by_length. Default: those of an "
+        "update if they are 8 or more, else of as many updates as make 16.",
     )
-    gather_across_devices: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Build the batch of all devices before the loss; with a bank, all then hold one and the same. "
-            "Default: with a bank (contaccum, pre_batch) yes, else no."
-        },
+    refresh_negatives_every: int | None = option(
+        None,
+        "Mine the hard negatives anew with the model in training, every so many updates, as ANCE does; and before the "
+        "first where the data have none. Default: never.",
     )
-    shard_bank: bool = field(
-        default=False,
-        metadata={"help": "Keep on each of R devices 1/R of the bank's rows instead of all, for very large banks."},
+    refresh_corpus: str | None = option(
+        None, "Where to mine. Default: the corpus of a BEIR folder, else the positives of the data."
     )
-    balance_grad_norms: str = field(
-        default="none",
-        metadata={
-            "help": "geometric: scale the two towers' gradients to the geometric mean of their norms, smoothed over "
-            "updates, before clipping. For what the two banks do not balance: pre_batch, unequal banks, frozen parts.",
-            "choices": BALANCES,
-        },
-    )
-    learning_rate_scaling: str = field(
-        default="none",
-        metadata={
-            "help": "Multiply learning_rate by (pairs per update / learning_rate_base_batch_size): linear, or its "
-            "square root: sqrt.",
-            "choices": ("none", "linear", "sqrt"),
-        },
-    )
-    learning_rate_base_batch_size: int = field(
-        default=128, metadata={"help": "Pairs per update at which learning_rate holds as given."}
-    )
-    topic_column: str | None = field(
-        default=None,
-        metadata={"help": "Column with a label for each row: batches are of one topic. It is not encoded."},
-    )
-    length_window: int | None = field(
-        default=None,
-        metadata={
-            "help": "Micro-batches sorted by length together, with train_sampling_strategy=group_by_length. Default: "
-            "those of an update if they are 8 or more, else of as many updates as make 16."
-        },
-    )
-    refresh_negatives_every: int | None = field(
-        default=None,
-        metadata={
-            "help": "Mine the hard negatives anew with the model in training, every so many updates, as ANCE does; and "
-            "before the first where the data have none. Default: never."
-        },
-    )
-    refresh_corpus: str | None = field(
-        default=None,
-        metadata={"help": "Where to mine. Default: the corpus of a BEIR folder, else the positives of the data."},
-    )
-    refresh_pool: int = field(
-        default=30, metadata={"help": "Negatives mined per query; each epoch draws as many as a row takes."}
-    )
-    refresh_range_max: int | None = field(
-        default=None, metadata={"help": "Mine none beyond this rank. Default: ten times refresh_pool."}
-    )
-    refresh_relative_margin: float = field(
-        default=0.05,
-        metadata={"help": "Mine none that scores above (1 - this) of the positive's score, as it may be relevant."},
+    refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")
+    refresh_range_max: int | None = option(None, "Mine none beyond this rank. Default: ten times refresh_pool.")
+    refresh_relative_margin: float = option(
+        0.05, "Mine none that scores above (1 - this) of the positive's score, as it may be relevant."
     )
     # A sampler of the user's may be given too; for a parser it is a text.
-    multi_dataset_batch_sampler: str = field(
-        default="proportional",
-        metadata={
-            "help": "Several training sets. proportional: each batch of each once an epoch. round_robin: in turn, "
-            "until one is used up. temperature: in proportion to size**(1/sampling_temperature). weights: as "
-            "sampling_weights say.",
-            "choices": SET_SAMPLERS,
-        },
+    multi_dataset_batch_sampler: str = option(
+        "proportional",
+        "Several training sets. proportional: each batch of each once an epoch. round_robin: in turn, until one is "
+        "used up. temperature: in proportion to size**(1/sampling_temperature). weights: as sampling_weights say.",
+        SET_SAMPLERS,
     )
-    sampling_temperature: float = field(
-        default=DEFAULT_SAMPLING_TEMPERATURE,
-        metadata={
-            "help": "T: with multi_dataset_batch_sampler=temperature, sets are sampled in proportion to size**(1/T); 1 "
-            "is proportional, and large ones come to equal shares."
-        },
+    sampling_temperature: float = option(
+        2.0,
+        "T: with multi_dataset_batch_sampler=temperature, sets are sampled in proportion to size**(1/T); 1 is "
+        "proportional, and large ones come to equal shares.",
     )
-    sampling_weights: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Shares of micro-batches by the name of the training set, as {a: 2, b: 1}; 1 for sets not named. "
-            "In train_data: {path: ..., weight: 2}."
-        },
+    sampling_weights: dict | str | None = option(  # noqa: RUF009  # a field, as those above
+        None,
+        "Shares of micro-batches by the name of the training set, as {a: 2, b: 1}; 1 for sets not named. In "
+        "train_data: {path: ..., weight: 2}.",
     )
-    grad_cache_mini_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."},
+    grad_cache_mini_batch_size: int | None = option(
+        None, "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."
     )
-
-    # Given, or else what the sizes come to: always read as pairs per update. See the property at the end of this file.
-    total_train_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs per update, on all devices. Given, gradient_accumulation_steps follows from it; "
-            "per_device_train_batch_size=auto then finds the largest micro-batch that memory has room for."
-        },
+    total_train_batch_size: int | None = option(
+        None,
+        "Pairs per update, on all devices. Given, gradient_accumulation_steps follows from it; "
+        "per_device_train_batch_size=auto then finds the largest micro-batch that memory has room for.",
     )
-    memory_limit_gb: float | None = field(
-        default=None,
-        metadata={
-            "help": "Use no more of the GPU's memory than this, in GB of 2^30 bytes, as if the card had no more."
-        },
+    memory_limit_gb: float | None = option(
+        None, "Use no more of the GPU's memory than this, in GB of 2^30 bytes, as if the card had no more."
     )
-    max_skipped_updates: int = field(
-        default=10,
-        metadata={"help": "Updates with a loss or gradient that is not finite to skip in a run; one more ends it."},
+    max_skipped_updates: int = option(
+        10, "Updates with a loss or gradient that is not finite to skip in a run; one more ends it."
     )
-    resume_with_changes: bool = field(
-        default=False,
-        metadata={
-            "help": "Resume although the data, its order or the pairs per update are others than the checkpoint's: "
-            "some pairs are then left out or repeated."
-        },
+    resume_with_changes: bool = option(
+        False,
+        "Resume although the data, its order or the pairs per update are others than the checkpoint's: some pairs are "
+        "then left out or repeated.",
+    )
+    early_stopping_patience: int | None = option(
+        None, "Stop after so many evaluations in a row without a better metric_for_best_model. Default: never."
+    )
+    early_stopping_threshold: float = option(
+        0.0, "With early_stopping_patience: better means better by more than this."
     )
 
     def __post_init__(self) -> None:
-        refuse_engines(self.deepspeed)
-        own_sampler = take_set_sampling(self)
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         if self.finds_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found it
-        self._check()
+        for name in ContAccumTrainingArguments.__annotations__:
+            value, choices = getattr(self, name), self.__dataclass_fields__[name].metadata.get("choices")
+            if choices and isinstance(value, str):
+                check_choice(name, value, choices)
+        self.take_set_sampler()
+        refuse(RULES, a=self)
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
+        given = self.multi_dataset_batch_sampler
+        if self.set_sampler in ("temperature", "weights"):
+            self.multi_dataset_batch_sampler = "proportional"  # the base class knows no others
         super().__post_init__()
-        self.multi_dataset_batch_sampler = own_sampler or self.multi_dataset_batch_sampler
-        refuse_first_fsdp(self.fsdp_plugin_args)
-        if self.fp16 and self.device.type == "cpu":
-            raise ConfigError("fp16=true needs an accelerator; on a CPU set bf16=true, or neither")
-        if self.method in BANK_METHODS and self.n_gpu > 1:
-            raise ConfigError(
-                f"method={self.method} in one process over {self.n_gpu} GPUs would use torch's DataParallel, whose "
-                "replicas forget what they put into the bank: start one process per GPU with torchrun, or show one GPU "
-                "with CUDA_VISIBLE_DEVICES"
-            )
-        fit_sizes(self)
-        check_memory_limit(self)
-        if self.method == "grad_cache" and self.grad_cache_mini_batch_size is None:
-            # One batch per update, encoded in micro-batches: what GradCache computes.
-            self.grad_cache_mini_batch_size = self.per_device_train_batch_size
-            self.per_device_train_batch_size *= self.gradient_accumulation_steps
-            self.gradient_accumulation_steps = 1
-        if self.bank_size is None:
-            self.bank_size = DEFAULT_BANK_SIZE if self.method in BANK_METHODS else 0
+        if self.set_sampler is not None:
+            self.multi_dataset_batch_sampler = given
+        check_trackers(self.report_to)
+        refuse(MACHINE_RULES, a=self)
+        self._fit_sizes()
+        if self.keeps_bank and self.bank_size is None:
+            self.bank_size = DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
             self.query_bank_size = 0
+        BankedInfoNCE(**self.loss_settings("cos"))  # refuses what cannot work; nothing is allocated yet
 
-    def _check(self) -> None:
-        choices: dict[str, tuple[str | None, tuple[Any, ...]]] = {
-            "method": (self.method, METHODS),
-            "similarity": (self.similarity, (None, "cos", "dot")),
-            "bank_dtype": (self.bank_dtype, (None, *BANK_DTYPES)),
-            "balance_grad_norms": (self.balance_grad_norms, BALANCES),
-            "learning_rate_scaling": (self.learning_rate_scaling, ("none", "linear", "sqrt")),
+    def loss_settings(self, model_similarity: str) -> dict[str, Any]:
+        """The arguments of :class:`BankedInfoNCE`, by name, for a model whose own similarity is given."""
+        settings = {name: getattr(self, name) for name in LOSS_SETTINGS}
+        similarity = self.similarity or model_similarity
+        return settings | {
+            "bank_size": self.bank_size or 0,
+            "bank_dtype": None if self.bank_dtype is None else BANK_DTYPES[self.bank_dtype],
+            "similarity": similarity,
+            "temperature": DEFAULT_TEMPERATURE[similarity] if self.temperature is None else self.temperature,
+            "gather_across_devices": self.gathers,
         }
-        for name, (value, allowed) in choices.items():
-            if value not in allowed:
-                shown = ", ".join(str(x) for x in allowed if x is not None)
-                raise ConfigError(f"{name} must be one of {shown}, got {value!r}")
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate_base_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.method == "in_batch" and self.gradient_accumulation_steps > 1:
-            raise ConfigError(
-                f"method=in_batch with gradient_accumulation_steps={self.gradient_accumulation_steps}: an in-batch "
-                "update is one batch. Set gradient_accumulation_steps=1, or method=grad_accum"
-            )
-        if self.method not in BANK_METHODS:
-            for name in ("bank_size", "query_bank_size", "shard_bank"):
-                if getattr(self, name):
-                    raise ConfigError(
-                        f"method={self.method} with {name}={getattr(self, name)}: only {' and '.join(BANK_METHODS)} "
-                        f"keep a bank. Drop {name}, or set method=contaccum"
-                    )
-        if self.method == "pre_batch" and self.query_bank_size:
-            raise ConfigError(
-                f"method=pre_batch with query_bank_size={self.query_bank_size}: pre_batch is the passage bank alone. "
-                "Drop query_bank_size, or set method=contaccum"
-            )
-        if self.method != "grad_cache" and self.grad_cache_mini_batch_size is not None:
-            raise ConfigError(
-                f"method={self.method} with grad_cache_mini_batch_size={self.grad_cache_mini_batch_size}: only "
-                "grad_cache encodes in mini-batches. Drop it, or set method=grad_cache"
-            )
-        if self.fp16 and self.bf16:
-            raise ConfigError("fp16=true with bf16=true: choose one")
-        self._check_refresh()
-        if self.max_skipped_updates < 0:
-            raise ConfigError(f"max_skipped_updates must be at least 0, got {self.max_skipped_updates}")
-        self._check_batches()
-        check_sharding(self.shard_bank, self.gather_across_devices, self.bank_device)
-        bank_size = DEFAULT_BANK_SIZE if self.bank_size is None else self.bank_size
-        check_settings(
-            bank_size,
-            self.query_bank_size,
-            1.0 if self.temperature is None else self.temperature,
-            self.similarity or "cos",
-            self.normalize_by,
-            self.drift_compensation,
+
+    def take_set_sampler(self) -> None:
+        """Settle ``set_sampler``: one of ``SET_SAMPLERS``, or None for a sampler of the user's."""
+        if isinstance(self.sampling_weights, str):
+            with suppress(ValueError):  # what is no mapping is refused by a rule
+                self.sampling_weights = json.loads(self.sampling_weights)
+        kind = getattr(self.multi_dataset_batch_sampler, "value", self.multi_dataset_batch_sampler)
+        self.set_sampler = kind if isinstance(kind, str) else None
+        if self.sampling_weights is not None and kind == "proportional":  # the default
+            self.multi_dataset_batch_sampler = self.set_sampler = "weights"
+
+    def _fit_sizes(self) -> None:
+        """Any two of micro-batch, accumulation steps and pairs per update give the third."""
+        n, steps, ranks, pairs = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.world_size,
+            self.total_train_batch_size,
         )
+        if pairs is not None and (pairs < 1 or pairs % (n * ranks)):
+            raise ConfigError(
+                f"total_train_batch_size={pairs} is no multiple of per_device_train_batch_size={n} x {ranks} devices: "
+                "change one of them"
+            )
+        if pairs is not None and (steps > 1 or self.method == "in_batch") and n * steps * ranks != pairs:
+            raise ConfigError(
+                f"total_train_batch_size={pairs} is not per_device_train_batch_size={n} x gradient_accumulation_steps="
+                f"{steps} x {ranks} devices = {n * steps * ranks}: drop one of them"
+            )
+        if pairs is not None:
+            self.gradient_accumulation_steps = pairs // (n * ranks)
+        self.total_train_batch_size = n * self.gradient_accumulation_steps * ranks
+        if self.method == "grad_cache" and self.grad_cache_mini_batch_size is None:
+            # One batch per update, encoded in micro-batches: what GradCache computes.
+            self.grad_cache_mini_batch_size = n
+            self.per_device_train_batch_size *= self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = 1
 
-    def _check_refresh(self) -> None:
-        if self.refresh_negatives_every is None:
-            for name in ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin"):
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)} without refresh_negatives_every: nothing is mined. Set it to a "
-                        f"number of updates, or drop {name}"
-                    )
-            return
-        if self.refresh_negatives_every < 1:
-            raise ConfigError(
-                f"refresh_negatives_every must be at least 1 update, got {self.refresh_negatives_every}; drop it to "
-                "keep the negatives of the data"
-            )
-        if self.fsdp:
-            raise ConfigError(
-                "refresh_negatives_every with fsdp: one rank mines, and would need the whole model. Drop one of them"
-            )
+    def take_micro_batch(self, n: int) -> None:
+        """From now on micro-batches of ``n`` pairs, and as many of them as an update's pairs need."""
+        local = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if local % n:
+            raise ConfigError(f"micro-batches of {n} pairs do not come to {local} pairs per update and device")
+        if self.method == "grad_cache":
+            self.grad_cache_mini_batch_size = n
+        else:
+            self.per_device_train_batch_size, self.gradient_accumulation_steps = n, local // n
+        self.finds_micro_batch = False
 
-    def _check_batches(self) -> None:
-        strategy = str(getattr(self, "train_sampling_strategy", "random"))
-        if strategy not in ("random", "group_by_length"):
-            raise ConfigError(
-                f"train_sampling_strategy={strategy}: batches are shuffled here. Set it to random or group_by_length"
-            )
-        if self.length_window is not None and self.length_window < 2:
-            raise ConfigError(f"length_window must be at least 2 batches, got {self.length_window}")
-        asked = [f"topic_column={self.topic_column}"] if self.topic_column else []
-        asked += ["group_by_length"] if self.groups_by_length else []
-        if asked and self.own_batch_sampler:
-            shown = getattr(self.batch_sampler, "value", getattr(self.batch_sampler, "__name__", self.batch_sampler))
-            raise ConfigError(
-                f"batch_sampler={shown} with {asked[0]}: that sampler makes its own batches. Drop {asked[0]}, or set "
-                "batch_sampler=batch_sampler or no_duplicates"
-            )
-        whole = self.gradient_accumulation_steps if self.method == "grad_cache" else 1
-        if asked and self.per_device_train_batch_size * whole == 1 and not self.finds_micro_batch:
-            raise ConfigError(
-                f"per_device_train_batch_size=1 with {asked[0]}: a batch of one row has nothing to group. Raise "
-                f"per_device_train_batch_size, or drop {asked[0]}"
-            )
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, which blanks its own tokens; nor are credentials of the environment or in URLs shown."""
+        return redact_record(super().to_dict())
+
+    @property
+    def keeps_bank(self) -> bool:
+        """Whether the method is one with a bank."""
+        return self.method in BANK_METHODS
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of data."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def groups_by_length(self) -> bool:
-        """Whether rows of similar length come together; older versions of transformers call it ``group_by_length``."""
-        strategy = getattr(self, "train_sampling_strategy", None)
-        return strategy == "group_by_length" or getattr(self, "group_by_length", False) is True
+        """Whether rows of similar length come together."""
+        return str(self.train_sampling_strategy) == "group_by_length"
 
     @property
     def lengths_sorted(self) -> int:
@@ -349,24 +271,17 @@ class ContAccumTrainingArguments(EvaluationArguments):
     @property
     def avoids_duplicates(self) -> bool:
         """Whether no text may occur twice in a batch."""
-        return getattr(self.batch_sampler, "value", self.batch_sampler) in ("no_duplicates", "no_duplicates_hashed")
-
-    @property
-    def set_sampler(self) -> str | None:
-        """How several sets are sampled, one of ``SET_SAMPLERS``; None for a sampler of the user's."""
-        kind = getattr(self.multi_dataset_batch_sampler, "value", self.multi_dataset_batch_sampler)
-        return kind if isinstance(kind, str) else None
+        return name_of(self.batch_sampler) in ("no_duplicates", "no_duplicates_hashed")
 
     @property
     def own_batch_sampler(self) -> bool:
         """Whether batches are made by ``group_by_label`` or by a sampler of the user's."""
-        kind = getattr(self.batch_sampler, "value", self.batch_sampler)
-        return kind not in ("batch_sampler", "no_duplicates", "no_duplicates_hashed")
+        return not self.avoids_duplicates and name_of(self.batch_sampler) != "batch_sampler"
 
     @property
     def gathers(self) -> bool:
         """Whether the batch of all devices is built before the loss."""
-        default = self.method in BANK_METHODS and self.world_size > 1
+        default = self.keeps_bank and self.world_size > 1
         return default if self.gather_across_devices is None else self.gather_across_devices
 
     @property
@@ -377,10 +292,19 @@ class ContAccumTrainingArguments(EvaluationArguments):
     @property
     def scaled_learning_rate(self) -> float:
         """The learning rate after ``learning_rate_scaling``."""
-        ratio = pairs_per_update(self) / self.learning_rate_base_batch_size
-        factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
-        return self.learning_rate * factor
+        ratio = (self.total_train_batch_size or 1) / self.learning_rate_base_batch_size
+        return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.learning_rate_scaling]
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether anything depends on which evaluation was the best."""
+        by_save = self.save_strategy == SaveStrategy.BEST
+        return self.load_best_model_at_end or by_save or self.early_stopping_patience is not None
 
 
-# Not in the class: there it would be taken for the field's default.
-ContAccumTrainingArguments.total_train_batch_size = property(pairs_per_update, keep_asked)  # type: ignore[assignment]
+LOSS_SETTINGS = tuple(
+    name
+    for name in inspect.signature(BankedInfoNCE).parameters
+    if name in ContAccumTrainingArguments.__dataclass_fields__
+)
+"""Arguments that are the loss's own, and are passed on to it by name."""

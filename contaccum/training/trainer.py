@@ -1,72 +1,70 @@
 """ContAccumTrainer: SentenceTransformerTrainer with the method, the bank and its checkpoints.
 
-The training loop, the optimizer, mixed precision and distribution are transformers'. What is added: the loss that
-``args.method`` names, prompts and lengths by tower, gradient norms per tower, the bank in every checkpoint, an order
-of data that resumes, and a log line per update.
+The training loop, the optimizer, mixed precision, distribution, early stopping and checkpoints are transformers'. What
+is added: the loss that ``args.method`` names, prompts by tower, gradient norms per tower, the bank beside every
+checkpoint, an order of data that resumes, updates that are skipped whole or split when memory runs out.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import math
 import os
-import time
-import weakref
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from sentence_transformers import SentenceTransformer
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from datasets import IterableDataset
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.base.training_args import MultiDatasetBatchSamplers
+from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from contaccum.data.draws import draws_of
-from contaccum.data.stream_batches import StreamedSets
-from contaccum.distributed import sum_over_ranks
-from contaccum.errors import ConfigError, UserError
-from contaccum.grad_norms import GradNormBalancer, TowerGradNorms
+from contaccum.data.samplers import RowFacts, make_batch_sampler, make_set_sampler, set_shares, take_row_facts
+from contaccum.data.sampling import first_texts, samplings_of
+from contaccum.distributed import world_size
+from contaccum.encoders import loading
+from contaccum.errors import ConfigError, NotFiniteError, UserError
+from contaccum.files import Fingerprint, redact, write_text
+from contaccum.grad_norms import GradNormBalancer
 from contaccum.losses import ContAccumLoss
-from contaccum.mining.pool import MiningData
-from contaccum.redaction import redact_file, redact_record
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.batches import (
-    RowFacts,
-    known_positives,
-    make_batch_sampler,
-    take_row_facts,
-    warn_about_means,
-    without_facts,
+from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
+from contaccum.training.checkpoint import BANK_FILE, choose_checkpoint, ended_with, facts_of, is_no_room, seal, state_of
+from contaccum.training.log import rows_of
+from contaccum.training.memory import (
+    is_out_of_memory,
+    kept_random_states,
+    largest_that_fits,
+    longest_rows,
+    what_else_to_turn,
 )
-from contaccum.training.callbacks import EpochOrderCallback, TrainLogCallback
-from contaccum.training.checkpoints import BANK_FILE
-from contaccum.training.collapse import CollapseWatch
-from contaccum.training.columns import check_columns, fill_roles
-from contaccum.training.description import warn_about_batch_norm
-from contaccum.training.in_training import EvaluatedTrainer, figures_to_track
-from contaccum.training.loaders import SetLoadingTrainer
-from contaccum.training.memory import peak_memory_mb
-from contaccum.training.methods import make_loss
-from contaccum.training.numerics import SkippedUpdates
-from contaccum.training.parallel import (
-    freeze_unused,
+from contaccum.training.methods import (
+    check_columns,
+    columns_by_set,
     load_whole,
-    reads_embeddings,
-    settle_unused_parameters,
+    make_loss,
+    settle_parameters,
+    take_roles,
     whole_parameters,
 )
-from contaccum.training.refresh import make_refresh, with_row_numbers
-from contaccum.training.refusal import RefusesCode
-from contaccum.training.resume import ARGUMENTS_FILE
-from contaccum.training.sizes import keep_memory_limit
-from contaccum.training.streaming import check_stream
-from contaccum.training.window import WindowCallback, WindowedTrainer, finite_or_zero
+from contaccum.training.refresh import with_refresh
+from contaccum.training.updates import Update, Updates
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from contaccum.mining import MiningData
 
 
-class ContAccumTrainer(RefusesCode, EvaluatedTrainer, SetLoadingTrainer, WindowedTrainer):
+class ContAccumTrainer(SentenceTransformerTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
@@ -84,8 +82,8 @@ class ContAccumTrainer(RefusesCode, EvaluatedTrainer, SetLoadingTrainer, Windowe
     as a query and the others as documents, with the prompts and lengths that ``encode_query`` and
     ``encode_document`` would use.
 
-    Writes into ``args.output_dir``: ``train_log.jsonl``, a line per update; ``run.json``, what the run was; and
-    checkpoints, whose ``contaccum_bank.safetensors`` holds the bank.
+    Writes into ``args.output_dir``: ``train_log.jsonl``, a line per update; ``run.json``, what the run is; and
+    checkpoints, with the bank in ``contaccum_bank.safetensors``.
 
     Raises:
         ConfigError: for a data set or model that cannot work with the arguments.
@@ -99,11 +97,14 @@ class ContAccumTrainer(RefusesCode, EvaluatedTrainer, SetLoadingTrainer, Windowe
         trainer.train()
     """
 
+    training_args_class: Any = ContAccumTrainingArguments
     args: ContAccumTrainingArguments
+    config_beside: Mapping[str, Any] = {}
+    """Settings that are no training arguments (model, data), to be compared when a run is resumed."""
 
     def __init__(
         self,
-        model: SentenceTransformer | None = None,
+        model: SentenceTransformer,
         args: ContAccumTrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -115,263 +116,357 @@ class ContAccumTrainer(RefusesCode, EvaluatedTrainer, SetLoadingTrainer, Windowe
         quiet: bool = False,
         **kwargs: Any,
     ) -> None:
-        if args is None:
-            args = ContAccumTrainingArguments(output_dir="runs/contaccum")
+        args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
         if not isinstance(args, ContAccumTrainingArguments):
             raise ConfigError(f"args must be ContAccumTrainingArguments, got {type(args).__name__}")
-        keep_memory_limit(args)
-        args = copy.copy(args)  # routes and prompts below belong to this model and data set
-        if args.refresh_negatives_every is not None:
-            train_dataset = with_row_numbers(train_dataset)
-        check_stream(args, train_dataset)
-        self._draws = draws_of(train_dataset)
-        self._known_positives = known_positives(args, self._draws + draws_of(eval_dataset))
+        self.given_arguments = args.to_dict()
+        args = copy.copy(args)  # what follows belongs to this model and data set
+        args.learning_rate, args.learning_rate_scaling = args.scaled_learning_rate, "none"
+        if args.set_sampler in ("temperature", "weights"):  # for data to evaluate on, which has neither
+            args.multi_dataset_batch_sampler = MultiDatasetBatchSamplers.PROPORTIONAL
+        if args.memory_limit_gb is not None:
+            total = torch.cuda.get_device_properties(args.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(args.memory_limit_gb * 2**30 / total, args.device)
+        train_dataset, self.refresh = with_refresh(args, train_dataset, mining_data)
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
-        eval_dataset = without_facts(args, eval_dataset)
-        if model is not None:
-            texts = train_dataset if train_dataset is not None else eval_dataset
-            fill_roles(args, model, texts, eval_dataset)
-            if loss is None:
-                loss = make_loss(model, args)
-            check_columns(args, loss, texts)
-            warn_about_batch_norm(model)
-            warn_about_means(args, loss)
-            settle_unused_parameters(args, model, loss)
-        elif loss is None:
-            loss = lambda built: make_loss(built, args)  # noqa: E731  # with model_init the model comes later
-        self.refresh = make_refresh(args, train_dataset, mining_data)
-        self.data_fingerprint, self.data_sets = data_fingerprint, data_sets or {}
-        self.quiet = quiet
-        self.tower_grad_norms: TowerGradNorms | None = None
+        eval_dataset, _ = take_row_facts(args, eval_dataset)
+        self.samplings = samplings_of(train_dataset)
+        texts = train_dataset if train_dataset is not None else eval_dataset
+        take_roles(args, model, texts, eval_dataset)
+        loss = make_loss(model, args) if loss is None else loss
+        check_columns(args, loss, texts)
+        settle_parameters(args, model, loss)
+        self.hard_negatives = max((len(columns) - 2 for columns in columns_by_set(texts).values()), default=0)
+        self.data_fingerprint, self.data_sets, self.quiet = data_fingerprint, data_sets or {}, quiet
         self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
-        self._batch_samplers: weakref.WeakSet[Any] = weakref.WeakSet()  # a sampler lives as long as its loader
-        self.update: dict[str, Any] = {}
-        self.mined: dict[str, float] = {}
-        self._update_started = 0.0
-        self._collapse = CollapseWatch()
-        self.skips = SkippedUpdates(args.max_skipped_updates)
+        self.batch_sampler: Any = None
+        self.set_shares: dict[str, dict[str, Any]] = {}
+        self._checkpoint: str | None = None
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
-        if args.fsdp and not self.is_fsdp_enabled:
-            logger.warning("fsdp on a CPU: accelerate shards on accelerators only, and runs DDP instead")
-        self.add_callback(EpochOrderCallback(self._batch_samplers, self._draws, self._order_seed(args.seed)))
-        self.add_callback(TrainLogCallback(self))
-        self.add_callback(WindowCallback(self))  # after the log: an update that is saved has its line
-
-    # The bank ------------------------------------------------------------------------------------------------------
+        known = [x.known_positives for x in (*self.samplings, *samplings_of(eval_dataset))]
+        pairs = [x for x in known if x is not None]
+        for bank_loss in self.bank_losses():
+            if pairs:
+                bank_loss.know_positives(*torch.from_numpy(np.concatenate(pairs)).T.contiguous())
+        self.updates = Updates(self)
+        # Before the others, so that those who log get what it adds.
+        self.callback_handler.callbacks.insert(0, UpdateCallback(self))
+        if args.eval_strategy != "no":
+            self.add_callback(EvaluationCallback(self, self._settle_metric()))
+        self.signals = SignalCallback()
+        self.add_callback(self.signals)
 
     def bank_losses(self) -> Iterator[ContAccumLoss]:
         """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
-        losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
-        for loss in losses:
-            yield from _bank_losses(loss)
+        for loss in self.loss.values() if isinstance(self.loss, dict) else [self.loss]:
+            yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
 
-    def prepare_loss(self, loss: Any, model: Any) -> nn.Module:
-        loss = super().prepare_loss(loss, model)
-        if self._known_positives is not None:
-            for bank_loss in _bank_losses(loss):
-                bank_loss.know_positives(*self._known_positives)
-        return loss
+    def fingerprint(self) -> str | None:
+        """Of the training data: as given, or else computed once from its texts; None for a stream."""
+        if self.data_fingerprint is None and rows_of(self.train_dataset) is not None:
+            found = Fingerprint()
+            parts = self.train_dataset.values() if isinstance(self.train_dataset, dict) else [self.train_dataset]
+            for batch in (batch for part in parts for batch in first_texts(part)):
+                for row in zip(*batch.values(), strict=True):
+                    found.add(*row)
+            self.data_fingerprint = found.hex()
+        return self.data_fingerprint
 
-    def bank_state(self) -> dict[str, Tensor]:
-        keep = self.args.should_save
-        state = {
-            f"{index}.{key}": value
-            for index, loss in enumerate(self.bank_losses())
-            for key, value in loss.bank_state_dict(keep=keep).items()  # all ranks take part
-        }
-        if self.balancer is not None and keep:
-            state |= {f"balancer.{key}": value for key, value in self.balancer.state_dict().items()}
-        return state
+    def _settle_metric(self) -> str:
+        """What is best is measured by the evaluator, where there is one; returns what figures must have in common."""
+        args, evaluator = self.args, self.evaluator
+        names = getattr(evaluator, "metrics", ())
+        metric = str(args.metric_for_best_model).removeprefix("eval_")
+        if args.keeps_best and names:
+            if metric == "None" or (metric == "loss" and self.eval_dataset is None):
+                metric = str(evaluator.primary_metric)
+                args.metric_for_best_model, args.greater_is_better = f"eval_{metric}", True
+            elif "@" in metric and metric not in names:
+                raise ConfigError(
+                    f"metric_for_best_model={metric}: the evaluator measures {', '.join(names)}. Use one of them, or "
+                    "give it among the evaluator's metrics"
+                )
+        data = getattr(getattr(evaluator, "dataset", None), "fingerprint", type(evaluator).__name__)
+        return f"{metric} on {data}"
 
-    def _save_beside(self, folder: Path) -> None:
-        super()._save_beside(folder)
-        if self.args.should_save:
-            for part in (self.refresh, self.train_dataset if isinstance(self.train_dataset, StreamedSets) else None):
-                if part is not None:
-                    part.save(folder)
+    # The loop --------------------------------------------------------------------------------------------------------
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.refresh is not None:
-            self.refresh.load(checkpoint)
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+        """As in transformers; ``True`` and ``"last"`` are the newest checkpoint that is whole.
 
-    def load_bank_state(self, state: dict[str, Tensor], checkpoint: str) -> None:
-        losses = list(self.bank_losses())
-        if losses and not state:
-            raise UserError(
-                f"{checkpoint}: no {BANK_FILE}, so the bank cannot be resumed. Was it written by another method? Start "
-                "from its weights instead, without --resume_from_checkpoint"
-            )
-        for index, loss in enumerate(losses):
-            prefix = f"{index}."
-            loss.load_bank_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-        if self.balancer is not None:
-            balance = {k.removeprefix("balancer."): v.cpu() for k, v in state.items() if k.startswith("balancer.")}
-            if not balance:
-                raise UserError(f"{checkpoint}: written without balance_grad_norms; resume it without, or start anew")
-            self.balancer.load_state_dict(balance)
+        ``"auto"`` is that too, or a start where there is none yet: for jobs that are started again and again.
 
-    # The loop ------------------------------------------------------------------------------------------------------
-
-    def get_batch_sampler(
-        self,
-        dataset: Any,
-        batch_size: int,
-        drop_last: bool,
-        valid_label_columns: list[str] | None = None,
-        generator: torch.Generator | None = None,
-        seed: int = 0,
-    ) -> Any:
-        seed = self._order_seed(seed)
-        parts = self.train_dataset if isinstance(self.train_dataset, dict) else {None: self.train_dataset}
-        facts = next((self._row_facts.get(name, RowFacts()) for name, part in parts.items() if part is dataset), None)
-        given = (batch_size, drop_last, valid_label_columns, generator, seed)
-        sampler = make_batch_sampler(self.args, dataset, facts, *given)
-        return self._tell_epochs(super().get_batch_sampler(dataset, *given) if sampler is None else sampler)
-
-    def get_multi_dataset_batch_sampler(
-        self, dataset: Any, batch_samplers: list[Any], generator: Any = None, seed: int | None = 0
-    ) -> Any:
-        given = (dataset, batch_samplers, generator, self._order_seed(seed or 0))
-        if not self.trains_on(dataset):
-            return super().get_multi_dataset_batch_sampler(*given)
-        sampler, self.set_shares = self.sample_sets(*given)
-        return self._tell_epochs(sampler)
-
-    def _order_seed(self, seed: int) -> int:
-        return seed if self.args.data_seed is None else self.args.data_seed
-
-    def _tell_epochs(self, sampler: Any) -> Any:
-        if hasattr(sampler, "set_epoch"):
-            self._batch_samplers.add(sampler)
-        return sampler
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        if self.is_fsdp_enabled and reads_embeddings(self.loss):  # torch loads no optimizer that misses a state
-            freeze_unused(self.model)
-        given = self.args.learning_rate
-        self.args.learning_rate = self.args.scaled_learning_rate
+        Raises:
+            TrainingStopped: a SystemExit, after SIGTERM or SIGINT and a checkpoint.
+            UserError: for a checkpoint that is not whole or not this run's, a disk that is full, too little memory.
+        """
+        self._checkpoint = None
+        if resume_from_checkpoint not in (None, False, ""):
+            self._checkpoint = self._choose_checkpoint(str(resume_from_checkpoint))
+        ended = None if self._checkpoint is None else ended_with(self._checkpoint, self.args)
+        if ended is not None:
+            self.state = state_of(str(self._checkpoint))
+            self._load_from_checkpoint(ended)
+            return TrainOutput(self.state.global_step, 0.0, {})
+        output_dir = str(self.args.output_dir)
         try:
-            optimizer = super().create_optimizer(*args, **kwargs)
-        finally:
-            self.args.learning_rate = given
-        # DDP's after it: the optimizer's groups are then the same on any number of ranks.
-        if self.args.world_size > 1 and self.args.ddp_find_unused_parameters is False and not self.is_fsdp_enabled:
-            freeze_unused(self.model)
-        return optimizer
+            with self.signals:
+                return super().train(self._checkpoint, trial, ignore_keys_for_eval)
+        except Exception as error:
+            if isinstance(error, UserError):
+                raise
+            if is_no_room(error):
+                free = shutil.disk_usage(output_dir).free / 2**20 if os.path.isdir(output_dir) else 0
+                raise UserError(
+                    f"{output_dir}: no room on the disk ({free:,.0f} MB free). The last good checkpoint is still "
+                    "there: make room, or lower save_total_limit, and resume from `last`"
+                ) from error
+            if is_out_of_memory(error):
+                raise UserError(
+                    f"out of memory outside of a micro-step: {what_else_to_turn(self.args)}; and resume from `last`"
+                ) from error
+            raise
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        batches, items = super().get_batch_samples(*args, **kwargs)
-        if self.refresh is not None and batches:
-            if self.refresh.due(self.state.global_step):
-                model = self.accelerator.unwrap_model(self.model_wrapped)
-                self.mined = self.refresh.mine(model, self.state.global_step, self.is_world_process_zero())
-            batches = [self.refresh.renew(batch, self.data_collator) for batch in batches]
-        return batches, items
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches in an order that depends on seed and epoch alone, so that a resumed run goes on with it."""
+        if (
+            self.args.finds_micro_batch
+        ):  # here: transformers has switched gradient checkpointing on, and asks for sizes next
+            self._find_micro_batch()
+        args, data, collate = self.args, self.train_dataset, self.data_collator
+        if data is None:
+            return super().get_train_dataloader()
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+        common = {name: getattr(args, f"dataloader_{name}") for name in names}
+        if isinstance(data, IterableDataset):
+            done = (
+                state_of(self._checkpoint).global_step if self._checkpoint else 0
+            ) * args.gradient_accumulation_steps
+            loader = DataLoader(data, args.train_batch_size, collate_fn=_AfterSkipped(collate, done), **common)
+            # Each rank reads all rows and takes its own; accelerate would have one rank tokenize for all.
+            ranks = {"num_processes": args.world_size, "process_index": args.process_index, "dispatch_batches": False}
+            self._train_dataloader = prepare_data_loader(loader, args.device, put_on_device=True, **ranks)
+            return self._train_dataloader
+        given = {"batch_size": args.train_batch_size, "drop_last": args.dataloader_drop_last}
+        given |= {"valid_label_columns": collate.valid_label_columns, "seed": args.order_seed}
+        given["generator"] = torch.Generator().manual_seed(args.order_seed)
+        parts = dict(data) if isinstance(data, dict) else {None: data}
+        samplers = [
+            make_batch_sampler(args, part, self._row_facts.get(name, RowFacts()), **given)
+            or self.get_batch_sampler(part, **given)
+            for name, part in parts.items()
+        ]
+        self.batch_sampler = samplers[0]
+        if isinstance(data, dict):
+            data = ConcatDataset(list(parts.values()))
+            sampler = make_set_sampler(args, parts, samplers, args.order_seed)
+            self.batch_sampler = sampler or self.get_multi_dataset_batch_sampler(data, samplers, seed=args.order_seed)
+            self.set_shares = set_shares(args, parts, samplers, self.batch_sampler)
+        self.accelerator.even_batches = False  # the last batch must not be padded with rows of others
+        loader = DataLoader(data, batch_sampler=self.batch_sampler, collate_fn=collate, **common)
+        self._train_dataloader = self.accelerator.prepare(loader)
+        return self._train_dataloader
+
+    def begin(self) -> None:
+        """What transformers does not load of a checkpoint; called when everything else is ready."""
+        self.updates.begin()
+        if self._checkpoint is None:
+            return
+        path = Path(self._checkpoint) / BANK_FILE
+        state = load_file(path) if path.is_file() else {}
+        self.updates.rows_fit = facts_of(self._checkpoint)["rows_fit"]
+        for index, loss in enumerate(self.bank_losses()):
+            loss.load_bank_state_dict(_part(state, f"{index}."))
+        for name, one in (("balancer", self.balancer), ("refresh", self.refresh)):
+            if one is not None:
+                one.load_state_dict(_part(state, f"{name}."))
+
+    @property
+    def update(self) -> Update:
+        """The update under way."""
+        return self.updates.present
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        if self.tower_grad_norms is None:
-            self.tower_grad_norms = TowerGradNorms(self.accelerator.unwrap_model(model), self.balancer)
-        if not self.update:
-            self.update = {"loss": torch.zeros((), device=self.args.device), "pairs": 0}
-            self._update_started = self._update_started or time.perf_counter()
-        self.update["pairs"] += _batch_size(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.update["loss"] += loss
-        return finite_or_zero(loss)
+        """Forward and backward of a micro-batch."""
+        return self.updates.step(
+            model, inputs if self.refresh is None else self.refresh.renew(inputs, self.data_collator)
+        )
 
-    def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float) -> Tensor:
-        loss = super().micro_step(model, inputs, share)
+    def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float, last: bool) -> Tensor:
+        """Forward and backward of a share of a micro-batch. Returns the loss to log."""
+        steps = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = steps / share  # type: ignore[assignment]  # the loss is divided by it
+        try:
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                loss = super().training_step(model, inputs)
+        except NotFiniteError:  # a loss of its own accord; the gradient must be as bad on every rank
+            loss = torch.full((), math.nan, device=self.args.device)
+            self.accelerator.backward(sum(p.sum() for p in model.parameters() if p.requires_grad) * loss)
+        finally:
+            self.current_gradient_accumulation_steps = steps
         if isinstance(self.loss, ContAccumLoss) and self.loss.last:
-            # Log the loss of the local rows: that of stale rows says nothing about the encoder of today.
-            local = self.loss.last["local_loss"].to(loss) * share / self.current_gradient_accumulation_steps
+            # That of the local rows: the loss of stale rows says nothing about the encoder of today.
+            local = self.loss.last["local_loss"].to(loss) * share / steps
             loss = torch.where(torch.isfinite(loss), local, loss)
         return loss
 
-    def losses_replaced(self, losses: list[Tensor]) -> None:
-        self.update["loss"].zero_()
-        for loss in losses:
-            self.update["loss"] += loss
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        self._read_tower_grad_norms()
-        return super()._clip_grad_norm(model)
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        self._read_tower_grad_norms()
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
+        # Private: nothing public knows the norm over all ranks before the optimizer steps.
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.updates.judge(model, norm)
+        return norm
 
-    def _read_tower_grad_norms(self) -> None:
-        """Once per update, before clipping and before a gradient scaler takes its scale out."""
-        if self.tower_grad_norms is None or "grad_norms" in self.update:
-            return
-        scaler = getattr(self.accelerator, "scaler", None)
-        self.update["grad_norms"] = self.tower_grad_norms.read(1.0 if scaler is None else scaler.get_scale())
-        self.update["learning_rate"] = self._get_learning_rate()
+    def _find_micro_batch(self) -> None:
+        args, cached = self.args, isinstance(self.loss, CachedMultipleNegativesRankingLoss)
+        rows = longest_rows(self.train_dataset, args.per_device_train_batch_size * args.gradient_accumulation_steps)
 
-    def take_update_record(self) -> dict[str, Any]:
-        """What the update that just ended did, for the log; then starts the next."""
-        now = time.perf_counter()
-        seconds = now - self._update_started
-        loss = sum_over_ranks(self.update["loss"]) / self.args.world_size
-        record = {
-            "update": self.state.global_step,
-            "epoch": round(float(self.state.epoch or 0), 6),
-            "loss": float(loss),
-            "learning_rate": self.update.get("learning_rate"),
-            **self.update.get("grad_norms", {}),
-            "bank_fill": sum(loss.last.get("bank_fill", 0) for loss in self.bank_losses()),
-            "pairs": self.update["pairs"] * self.args.world_size,
-            "seconds": seconds,
-            "pairs_per_second": self.update["pairs"] * self.args.world_size / seconds,
-            "peak_memory_mb": peak_memory_mb(self.args.device),
+        def attempt(n: int) -> None:
+            """Forward and backward of ``n`` of the longest rows, with a bank of its own and room for the optimizer."""
+            loss = copy.deepcopy(self.loss, {id(self.model): self.model})
+            for one in loss.modules():
+                if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
+                    one.settings = {**one.settings, "gather_across_devices": False}
+            if cached:
+                loss.mini_batch_size = n
+            states = [torch.zeros_like(p) for p in self.model.parameters() if p.requires_grad for _ in range(2)]
+            try:
+                for _ in range(2):  # the second has gradients and a bank beside it
+                    inputs = self._prepare_inputs(self.data_collator(rows if cached else rows[:n]))
+                    with self.accelerator.autocast():
+                        value = loss(*self.collect_features(inputs))
+                    value.backward()
+            finally:
+                del states
+                self.model.zero_grad()
+
+        with kept_random_states():
+            found = largest_that_fits(args, self.updates.least_rows, attempt)
+        if world_size() > 1:
+            smallest = torch.tensor(found, device=args.device)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+            found = int(smallest)
+        self._take_micro_batch(found)
+
+    def _take_micro_batch(self, n: int) -> None:
+        self.args.take_micro_batch(n)
+        self._train_batch_size = self.args.train_batch_size
+        if isinstance(self.loss, CachedMultipleNegativesRankingLoss):
+            self.loss.mini_batch_size = n
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers, without credentials in the model card and without a pickle of the arguments."""
+        folder = Path(str(output_dir or self.args.output_dir))
+        with kept_random_states():  # model cards are drawn from the data; a run that saves goes on as one that does not
+            if self.is_fsdp_enabled:
+                with whole_parameters(self.model, self.accelerator.get_state_dict(self.model)):
+                    if self.args.should_save:
+                        self._save(str(folder))
+            else:
+                super().save_model(str(folder), _internal_call)
+        if self.args.should_save:
+            (folder / "training_args.bin").unlink(missing_ok=True)
+            card = folder / "README.md"
+            if card.is_file():
+                write_text(card, redact(card.read_text(encoding="utf-8")))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Private: the only place between writing a checkpoint and throwing older ones away.
+        args, run = self.args, self._get_output_dir(trial)
+        folder = Path(run) / f"checkpoint-{self.state.global_step}"
+        limit, model_only = args.save_total_limit, args.save_only_model
+        args.save_total_limit = None
+        args.save_only_model = model_only and not self.signals.received
+        try:
+            if args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it wrote
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            if not args.save_only_model:
+                state = self._bank_state()
+                if state and args.should_save:
+                    save_file(state, folder / BANK_FILE)
+            self.accelerator.wait_for_everyone()
+            if args.should_save:
+                facts = {"update": self.state.global_step, "resumable": not args.save_only_model}
+                facts |= {"micro_batch": args.pairs_per_micro_batch, "rows_fit": self.updates.rows_fit}
+                seal(folder, facts | {"settings": self.settings()})
+                rotate_checkpoints(run, limit, best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True)
+        except BaseException:
+            if args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            args.save_total_limit, args.save_only_model = limit, model_only
+        self.accelerator.wait_for_everyone()
+
+    def _bank_state(self) -> dict[str, Tensor]:
+        """What this run keeps beside model and optimizer; every rank takes part, and the first gets it."""
+        keep, state = self.args.should_save, {}
+        for index, loss in enumerate(self.bank_losses()):
+            state |= {f"{index}.{key}": value for key, value in loss.bank_state_dict(keep=keep).items()}
+        for name, one in (("balancer", self.balancer), ("refresh", self.refresh)):
+            if one is not None:
+                state |= {f"{name}.{key}": value for key, value in one.state_dict().items()}
+        return {key: value.detach().cpu().clone().contiguous() for key, value in state.items()} if keep else {}
+
+    def settings(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint is compared by."""
+        return {
+            **self.given_arguments,
+            **self.config_beside,
+            "pairs per update": self.args.total_train_batch_size,
+            "ranks": self.args.world_size,
+            "data fingerprint": self.fingerprint(),
+            "rows": rows_of(self.train_dataset),
+            "trained parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         }
-        for loss_fn in [x.info_nce for x in self.bank_losses() if x.info_nce is not None and x.last][:1]:
-            record |= {"columns": loss_fn.last["columns"], "embedding_spread": float(loss_fn.last["embedding_spread"])}
-            record |= loss_fn.drift_record()
-            for warning in self._collapse.observe(record):
-                logger.warning(warning)
-        self.skips.observe(record["loss"])
-        record |= self.skips.present | self.mined
-        record = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
-        self.update, self.mined, self._update_started = {}, {}, now
-        self._last_record = record
-        return record
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        logs = self.skips.correct(logs)
-        record = getattr(self, "_last_record", None)
-        if "loss" in logs and record is not None:
-            logs = {**logs, **figures_to_track(record, all_of_them=bool(self.args.report_to))}
-        super().log(logs, start_time)
+    def _choose_checkpoint(self, asked: str) -> str | None:
+        """The first rank's choice on all of them: it alone reads whole checkpoints."""
+        chosen: list[Any] = [None, None]
+        args = self.args
+        if args.process_index == 0:
+            ordered = args.avoids_duplicates or args.groups_by_length or args.topic_column or args.own_batch_sampler
+            planned = bool(ordered) or isinstance(self.train_dataset, dict)
+            try:
+                chosen[0] = choose_checkpoint(asked, args, self.settings(), planned, self.quiet)
+            except UserError as error:
+                chosen[1] = str(error)
+        if world_size() > 1:
+            dist.broadcast_object_list(chosen, src=0)
+        if chosen[1] is not None:
+            raise UserError(chosen[1])
+        if chosen[0] is not None and args.finds_micro_batch:  # once a run: what is trained depends on it
+            self._take_micro_batch(facts_of(chosen[0])["micro_batch"])
+        return chosen[0]
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
-        if not self.is_fsdp_enabled:
-            return super()._load_from_checkpoint(checkpoint_path)
-        # As in the base class, which knows no shards.
-        trusted = self.model.trust_remote_code
-        whole = SentenceTransformer(checkpoint_path, device="cpu", trust_remote_code=trusted)
-        load_whole(self.model, dict(whole.state_dict()))
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        # As in the base class, but the arguments go into JSON: the base class pickles them.
-        folder = str(output_dir if output_dir is not None else self.args.output_dir)
-        os.makedirs(folder, exist_ok=True)
-        with whole_parameters(self.model, state_dict):
-            self.model.save_pretrained(folder)
-        redact_file(os.path.join(folder, "README.md"))  # the model card lists the arguments
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-        with open(os.path.join(folder, ARGUMENTS_FILE), "w", encoding="utf-8") as file:
-            json.dump(redact_record(self.args.to_dict()), file, indent=2, default=str)
+        # Private: that of sentence-transformers knows no shards, nor the model that FSDP's caller passes.
+        trusted = bool(getattr(self.model, "trust_remote_code", False))
+        with loading(checkpoint_path, trusted):
+            try:
+                if not self.is_fsdp_enabled:
+                    return super()._load_from_checkpoint(checkpoint_path)
+                whole = SentenceTransformer(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
+            except RuntimeError as error:  # of load_state_dict: shapes or names
+                raise UserError(f"{checkpoint_path}: its weights are of another model ({str(error)[:200]})") from error
+        load_whole(self.model, dict(whole))
 
 
-def _bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
-    if isinstance(loss, nn.Module):
-        yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
+class _AfterSkipped:
+    """A collator that leaves batches empty which a resumed run skips: they need not be tokenized."""
+
+    def __init__(self, collate: Callable[[list[Any]], dict[str, Any]], skipped: int) -> None:
+        self.collate, self.left = collate, skipped
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        self.left -= 1
+        return self.collate(rows) if self.left < 0 else {}
 
 
-def _batch_size(inputs: dict[str, Any]) -> int:
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 0)
+def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

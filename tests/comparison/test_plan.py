@@ -7,157 +7,119 @@ from typing import Any
 
 import pytest
 
-from contaccum.comparison.command import _train_fingerprints
-from contaccum.comparison.plan import make_plan, read_entries, read_grid, read_options
+from contaccum.comparison.plan import Plan, make_plan, read_entries, read_grid, read_options
 from contaccum.errors import ConfigError
-from contaccum.training.config import parse
-
-Options = dict[str, list[str]]
 
 
-def plan(options: Options, methods: list[str], variants: Any = (), grid: Any = (), seeds: Any = (0, 1), **more: Any):
-    return make_plan(options, read_entries(methods, variants, "contaccum"), read_grid(grid), seeds, **more)
+def plan(tokens: list[str], methods: list[str], variants: Any = (), grid: Any = (), baseline: Any = None) -> Plan:
+    options = read_options([], tokens)
+    return make_plan(options, read_entries(methods, variants), read_grid(grid), [0, 1], baseline)
 
 
-def arguments_of(run: Any) -> Any:
-    return parse(list(run.options))[2]
+def arguments(found: Plan, entry: str) -> list[Any]:
+    return [group.parsed[2] for group in found.groups.values() if group.entry == entry]
 
 
-def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(options: Options):
-    found = plan(
-        options,
-        ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch"],
-        grid=["bank_size=8,16", "drift_compensation=mean,none"],
-    )
-    counts = {entry.name: sum(g.entry == entry.name for g in found.groups.values()) for entry in found.entries}
+def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(tokens: list[str]) -> None:
+    methods = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch"]
+    found = plan(tokens, methods, grid=["bank_size=8,16", "drift_compensation=mean,none"])
+    counts = {entry.name: len(arguments(found, entry.name)) for entry in found.entries}
     assert counts == {"in_batch": 1, "grad_accum": 1, "grad_cache": 1, "contaccum": 4, "pre_batch": 4}
-    assert len(found.runs) == 2 * 11 and len({run.name for run in found.runs}) == 22
-    assert [groups["grad_accum"] for _, groups in found.cells] == ["grad_accum"] * 4
-    cell, groups = found.cells[1]
-    assert cell == {"bank_size": "8", "drift_compensation": "none"}
-    args = arguments_of(found.groups[groups["contaccum"]].runs[1])
-    assert (args.bank_size, args.drift_compensation, args.seed) == (8, "none", 1)
+    assert [members["grad_accum"] for _, members in found.cells] == ["grad_accum"] * 4
+    cell, members = found.cells[1]
+    args = found.groups[members["contaccum"]].parsed[2]
+    assert (cell["bank_size"], cell["drift_compensation"]) == ("8", "none")
+    assert (args.bank_size, args.drift_compensation) == (8, "none")
 
 
-def test_data_columns_reach_every_run_and_other_columns_are_other_data(options: Options, tmp_path: Path):
-    data, config = tmp_path / "a.jsonl", tmp_path / "a.yaml"
-    data.write_text('{"frage": "q", "gut": "p", "anders": "r"}\n')
-    config.write_text(f"train_data: {data}\ndata_columns: {{query: frage, positive: gut}}\n")
-    read = {**options, **read_options([str(config)], [])}
-    fingerprints = []
-    words = read_options([], ["--data_columns", "query=frage", "positive=anders"])
-    for found in (plan(read, ["grad_accum"], seeds=[0]), plan({**read, **words}, ["grad_accum"], seeds=[0])):
-        (run,) = found.runs
-        assert parse(list(run.options))[1].data_columns == run.data.data_columns
-        fingerprints.append(_train_fingerprints(found)[run.name])
-    assert len(set(fingerprints)) == 2
+def test_a_setting_that_every_method_has_is_crossed_with_all(tokens: list[str]) -> None:
+    found = plan(tokens, ["grad_accum", "contaccum"], grid=["learning_rate=1e-5,5e-5"])
+    rates = sorted(group.parsed[2].learning_rate for group in found.groups.values())
+    assert rates == [1e-5, 1e-5, 5e-5, 5e-5]
 
 
-def test_a_setting_that_every_method_has_is_crossed_with_all(options: Options):
-    found = plan(options, ["grad_accum", "contaccum"], grid=["learning_rate=1e-5,5e-5"], seeds=[3])
-    assert sorted(arguments_of(run).learning_rate for run in found.runs) == [1e-5, 1e-5, 5e-5, 5e-5]
-    assert {run.labels["learning_rate"] for run in found.runs} == {"1e-5", "5e-5"}
-
-
-def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(options: Options):
-    found = plan(options, ["in_batch", "grad_accum"], seeds=[0])
-    both = {run.method: arguments_of(run) for run in found.runs}
-    assert (both["in_batch"].per_device_train_batch_size, both["in_batch"].gradient_accumulation_steps) == (12, 1)
-    assert (both["grad_accum"].per_device_train_batch_size, both["grad_accum"].gradient_accumulation_steps) == (4, 3)
-    assert {run.pairs_per_update for run in found.runs} == {12}
-
-
-def test_in_batch_is_shared_by_cells_that_split_the_same_batch_in_other_ways(options: Options):
+def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens: list[str]) -> None:
     grid = ["per_device_train_batch_size=4,8", "gradient_accumulation_steps=2,4"]
-    found = plan(options, ["in_batch", "grad_accum"], grid=grid, seeds=[0])
-    batches = {run.pairs_per_update for run in found.runs if run.entry == "in_batch"}
-    assert batches == {8, 16, 32} and sum(run.entry == "in_batch" for run in found.runs) == 3
-    for _, groups in found.cells:
-        assert len({found.groups[name].runs[0].pairs_per_update for name in groups.values()}) == 1
+    found = plan(tokens, ["in_batch", "grad_accum"], grid=grid)
+    (whole,) = {args.gradient_accumulation_steps for args in arguments(found, "in_batch")}
+    assert whole == 1 and sorted(a.per_device_train_batch_size for a in arguments(found, "in_batch")) == [8, 16, 32]
+    for _, members in found.cells:  # 4 x 4 and 8 x 2 share the batch of 16
+        assert len({found.groups[name].parsed[2].total_train_batch_size for name in members.values()}) == 1
 
 
-def test_settings_of_the_bank_do_not_reach_methods_without_one(options: Options):
-    options |= {"query_bank_size": ["10"], "mask_duplicates": ["false"], "grad_cache_mini_batch_size": ["2"]}
-    options |= {"gradient_accumulation_steps": ["1"]}
-    by_method = {r.method: arguments_of(r) for r in plan(options, ["grad_accum", "grad_cache", "pre_batch"]).runs}
-    assert by_method["grad_accum"].bank_size == 0 and by_method["grad_accum"].grad_cache_mini_batch_size is None
-    assert by_method["grad_cache"].grad_cache_mini_batch_size == 2
-    assert (by_method["pre_batch"].bank_size, by_method["pre_batch"].query_bank_size) == (20, 0)
+def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens: list[str]) -> None:
+    more = ["--mask_duplicates=false", "--normalize_by", "all", "--grad_cache_mini_batch_size=2", "--temperature=0.1"]
+    found = plan([*tokens, *more], ["grad_accum", "grad_cache", "contaccum"])
+    (plain,), (cached,), (banked,) = (arguments(found, entry) for entry in ("grad_accum", "grad_cache", "contaccum"))
+    assert not plain.bank_size and plain.mask_duplicates and plain.normalize_by == "local" and plain.temperature == 0.1
+    assert cached.grad_cache_mini_batch_size == 2 and banked.grad_cache_mini_batch_size is None
+    assert (banked.bank_size, banked.mask_duplicates, banked.normalize_by) == (20, False, "all")
 
 
-def test_a_variant_is_a_method_with_settings_of_its_own(options: Options):
+def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens: list[str]) -> None:
     variants = [
-        ["published", "method=contaccum", "drift_compensation=none", "bank_size=8"],
-        ["plain", "bank_size=null"],
+        ["published", "drift_compensation=none", "learning_rate=0.00002", "bank_size=null"],
+        ["other", "method=pre_batch", "learning_rate=3e-5"],
     ]
-    found = plan(options, ["contaccum"], variants, ["bank_size=16,32"], seeds=[0], baseline="published")
-    published = [run for run in found.runs if run.entry == "published"]
-    assert len(published) == 1  # it has a bank of its own, whatever the grid says
-    args = arguments_of(published[0])
-    assert (args.method, args.drift_compensation, args.bank_size) == ("contaccum", "none", 8)
-    assert {arguments_of(run).bank_size for run in found.runs if run.entry == "plain"} == {1024}
-    assert found.baseline == "published"
+    found = plan(tokens, ["grad_accum"], variants, ["learning_rate=1e-5,2e-5"])
+    (published,), (other,) = arguments(found, "published"), arguments(found, "other")
+    assert (published.method, published.drift_compensation) == ("contaccum", "none")
+    assert (published.learning_rate, published.bank_size) == (2e-5, 1024)
+    assert (other.method, other.learning_rate) == ("pre_batch", 3e-5)
+    assert [list(members) for _, members in found.cells] == [
+        ["grad_accum", "other"],
+        ["grad_accum", "published", "other"],  # `other` is of no cell, and so beside all
+    ]
+    assert found.groups["published_learning_rate-2e-5"].labels == {"learning_rate": "2e-5"}
 
 
-def test_what_a_run_is_does_not_depend_on_where_it_lies(options: Options, tmp_path: Path):
-    one, other = plan(options, ["contaccum"]), plan(options, ["contaccum"], folder=tmp_path)
-    assert [run.arguments for run in one.runs] == [run.arguments for run in other.runs]
-    assert one.runs[0].arguments["seed"] == 0 and one.runs[0].arguments["bank_size"] == 20
-    assert "output_dir" not in one.runs[0].arguments and "temperature" not in one.runs[0].arguments
+def test_what_a_run_computes_is_its_settings_that_are_not_defaults(tokens: list[str]) -> None:
+    (group,) = plan(tokens, ["contaccum"]).groups.values()
+    assert group.arguments["bank_size"] == 20 and group.arguments["pooling"] == "mean"
+    assert not {"output_dir", "seed", "temperature", "drift_compensation"} & group.arguments.keys()
+    assert group.run(3) == "contaccum_seed-3"
 
 
-def test_values_that_no_folder_can_be_named_after_do_not_meet_in_one(options: Options):
-    found = plan(options, ["contaccum"], grid=["query_prompt=a b,a/b,a-b"], seeds=[0])
-    assert len({run.name for run in found.runs}) == 3
-    assert all("/" not in run.name and " " not in run.name for run in found.runs)
+def test_values_that_no_folder_can_be_named_after_do_not_meet_in_one(tokens: list[str]) -> None:
+    names = plan(tokens, ["contaccum"], grid=["query_prompt=a b,a/b,a-b"]).groups
+    assert len(names) == 3 and not any("/" in name or " " in name for name in names)
 
 
-def test_config_files_come_first_and_the_command_line_overrides(tmp_path: Path):
+def test_config_files_come_first_and_the_command_line_overrides(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("model: m\nseed: 3\noutput_dir: o\nbank_size: 8\nmask_duplicates: false\n")
+    path.write_text("model: m\nseed: 3\noutput_dir: o\nmethod: in_batch\nbank_size: 8\ntrain_data: [a, b]\n")
     found = read_options([str(path)], ["--bank-size", "16", "--no_bank_hard_negatives", "--bf16"])
-    expected = {"model": ["m"], "bank_size": ["16"], "mask_duplicates": ["false"], "bank_hard_negatives": ["false"]}
-    assert found == {**expected, "bf16": []}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--bank_sise", "3"], "unknown key 'bank_sise' on the command line; did you mean 'bank_size'"),
-        (["--metods", "contaccum"], "did you mean 'methods'"),
-        (["--seed", "3"], "--seeds 0 1 2"),
-        (["--method=contaccum"], "--methods"),
-        (["--resume_from_checkpoint", "last"], "finished runs are kept"),
-    ],
-)
-def test_options_that_are_no_ones_or_the_comparisons_own_are_refused(arguments: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        read_options([], arguments, frozenset({"methods", "seeds"}))
+    assert found == {
+        "model": ["--model=m"],
+        "bank_size": ["--bank-size", "16"],
+        "train_data": ["--train_data", "a", "b"],
+        "bank_hard_negatives": ["--no_bank_hard_negatives"],
+        "bf16": ["--bf16"],
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"more": ["--bank_sise", "3"]}, "'bank_sise' on the command line; did you mean 'bank_size'"),
+        ({"more": ["--seed", "3"]}, "--seeds 0 1 2"),
+        ({"more": ["--method=contaccum"]}, "--methods"),
         ({"grid": ["bank_sise=3"]}, "'bank_sise' in --grid; did you mean 'bank_size'"),
         ({"grid": ["bank_size"]}, "write key=value,value"),
         ({"grid": ["bank_size=[3]"]}, "YAML scalars"),
-        ({"grid": ["seed=1,2"]}, "--seeds"),
-        ({"grid": ["method=contaccum"]}, "--methods"),
         ({"grid": ["bank_size=8", "bank_size=9"]}, "twice"),
         ({"grid": ["bank_size=8,many"]}, "contaccum_bank_size-many: .*invalid int"),
-        ({"grid": ["bank_size=8,16", "query_bank_size=12"]}, "contaccum_bank_size-8_.*query_bank_size=12"),
-        ({"methods": ["contacum"]}, "unknown method 'contacum'.*did you mean 'contaccum'"),
+        ({"grid": ["dataloader_drop_last=true"]}, "would not see the same data"),
+        ({"methods": ["contacum"]}, "contacum.*did you mean 'contaccum'"),
         ({"methods": []}, "nothing to compare"),
         ({"variants": [["a", "bank_sise=3"]]}, "in --variant a; did you mean 'bank_size'"),
         ({"variants": [["a", "method=grad_accum", "bank_size=8"]]}, "a: method=grad_accum with bank_size=8"),
-        ({"variants": [["a", "method=contacum"]]}, "method must be one of"),
-        ({"variants": [["contaccum", "bank_size=8"]]}, "of that name already"),
-        ({"variants": [["bank_size=8"]]}, "a name comes first"),
-        ({"baseline": "grad_cache"}, "not among what is compared"),
-        ({"grid": ["dataloader_drop_last=true"]}, "would not see the same data"),
-        ({"grid": ["eval_strategy=steps"]}, "eval_updates"),
+        ({"variants": [["contaccum", "bank_size=8"]]}, "a name that is not taken"),
+        ({"variants": [["bank_size=8"]]}, "a name that is not taken"),
+        ({"baseline": "grad_cache"}, "--baseline must be one of contaccum"),
     ],
 )
-def test_mistakes_are_refused_before_anything_runs(options: Options, changes: dict[str, Any], message: str):
+def test_mistakes_are_refused_before_anything_runs(tokens: list[str], changes: dict[str, Any], message: str) -> None:
+    more = changes.pop("more", [])
     with pytest.raises(ConfigError, match=message):
-        plan(options, **{"methods": ["contaccum"], **changes})
+        plan([*tokens, *more], **{"methods": ["contaccum"], **changes})

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
-import broken_tables  # noqa: F401  # adds its cases
 import pytest
 from broken_files import CASES
-from data_files import WRITERS
 
-from contaccum.cli import main
 from contaccum.data import load_training_data
 from contaccum.errors import DataError
 
 
-def test_there_are_as_many_broken_files_as_promised():
+def test_there_are_as_many_broken_files_as_promised() -> None:
     assert sum(case.stop is not None for case in CASES.values()) >= 45
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_under_stop_one_line_names_file_line_and_reason(tmp_path, name):
+def test_under_stop_one_line_names_file_line_and_reason(tmp_path: Path, name: str) -> None:
     make, stop, skip, options = CASES[name]
     source = make(tmp_path)
     if stop is None:
@@ -34,7 +31,7 @@ def test_under_stop_one_line_names_file_line_and_reason(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_under_skip_the_rest_is_used_and_every_loss_is_counted(tmp_path, name):
+def test_under_skip_the_rest_is_used_and_every_loss_is_counted(tmp_path: Path, name: str) -> None:
     make, _, skip, options = CASES[name]
     source = make(tmp_path)
     if skip is None:
@@ -49,26 +46,3 @@ def test_under_skip_the_rest_is_used_and_every_loss_is_counted(tmp_path, name):
     rows, reported = skip
     assert rows < 0 < len(data.dataset) or len(data.dataset) == rows
     assert reported < 0 < report.reported or report.reported == reported
-
-
-def test_a_file_that_may_not_be_read_is_named(tmp_path):
-    if not hasattr(os, "geteuid") or os.geteuid() == 0:
-        pytest.skip("root may read everything")
-    for name in ("pairs", "csv", "parquet"):
-        path = WRITERS[name](tmp_path)
-        path.chmod(0)
-        with pytest.raises(DataError, match=f"{path.name}: cannot be read: Permission denied"):
-            load_training_data(path)
-
-
-@pytest.mark.parametrize(
-    "name", ["broken JSON", "truncated gz", "random bytes", "csv quote left open", "parquet of numbers", "judged twice"]
-)
-def test_train_command_ends_with_exit_code_2_one_line_and_no_folder(tmp_path, capsys, name):
-    make, stop, _, options = CASES[name]
-    source, output = make(tmp_path), tmp_path / "out"
-    assert main(["train", "--model=none", f"--train_data={source}", f"--output_dir={output}"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("contaccum: error: ") and "\n" not in error and "Traceback" not in error
-    assert str(source) in error and not options and stop is not None
-    assert not output.exists()

@@ -1,13 +1,18 @@
-"""Answer matches: hand-made cases with the outcome that DPR's code gives, and pyserini's where it is installed."""
+"""Answer matches: cases by hand with the outcome that DPR's code gives, its tokenizer's classes, and accuracies."""
 
 from __future__ import annotations
 
 import random
+import sys
+import unicodedata
+from pathlib import Path
 
 import pytest
 
+from contaccum.data import RecordReport, load_questions
 from contaccum.errors import ConfigError, DataError
-from contaccum.evaluation.answers import answer_finder
+from contaccum.evaluation import open_qa
+from contaccum.evaluation.open_qa import answer_finder, load_passages, score_open_qa
 
 STRING = [
     ("It opened in Paris, France.", ["paris"], True),
@@ -19,6 +24,11 @@ STRING = [
     ("café", ["cafe"], False),  # NFD keeps the accent, as a mark within the word
     ("caf\u00e9", ["cafe\u0301"], True),  # composed or not is the same
     ("CAF\u00c9", ["caf\u00e9"], True),
+    ("東京タワー", ["東京"], False),  # no blank, no new token
+    ("東京、日本", ["東京"], True),
+    ("هو ١٢ سنة", ["١٢"], True),
+    ("snake_case", ["snake"], True),  # an underscore is punctuation
+    ("x²+½", ["x² + ½"], True),  # numbers of every kind
     ("don't", ["don ' t"], True),
     ("a\u00a0b", ["a b"], True),  # any separator is a blank
     ("zero\u200bwidth", ["zero width"], True),  # control characters end a token
@@ -26,7 +36,6 @@ STRING = [
     ("10,000 people", ["10000"], False),
     ("straße", ["STRASSE"], False),  # lower case, not case folding
     ("x", ["a much longer answer than the passage"], False),
-    ("", ["a"], False),
     ("text", ["", "  ", "\u200b"], False),  # nothing to be found; DPR finds it everywhere
 ]
 
@@ -51,40 +60,50 @@ def test_regex_match_seeks_patterns_anywhere_without_case(text: str, answers: li
     assert answer_finder(answers, "regex")(text) is expected
 
 
-def test_agrees_with_pyserini_where_it_is_installed() -> None:
-    theirs = pytest.importorskip("pyserini.eval.evaluate_dpr_retrieval", reason="pyserini is not installed")
-    tokenizer = theirs.SimpleTokenizer()
-    rng = random.Random(0)
-    pieces = [
-        "Paris",
-        "paris",
-        "caf\u00e9",
-        "cafe\u0301",
-        "10",
-        ",",
-        ".",
-        "don't",
-        "\u00a0",
-        "\u200b",
-        "-",
-        "ß",
-        "İ",
-        "١٢",
-        "東京",
-        "\n",
-        " ",
-    ]
-    for _ in range(5000):
-        text = "".join(rng.choice(pieces) + rng.choice(["", " "]) for _ in range(12))
-        answer = "".join(rng.choice(pieces) + rng.choice(["", " "]) for _ in range(rng.randint(1, 3)))
-        if tokenizer.tokenize(theirs._normalize(answer)).words():
-            assert answer_finder([answer])(text) == theirs.has_answers(text, [answer], tokenizer)
-        assert answer_finder([answer], "regex")(text) == theirs.has_answers(text, [answer], tokenizer, regex=True)
+def tokens_by_category(text: str) -> list[str]:
+    r"""``[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]`` spelled out, character by character."""
+    tokens: list[str] = []
+    joins = False
+    for character in text:
+        category = unicodedata.category(character)[0]
+        if category in "LNM" and joins:
+            tokens[-1] += character
+        elif category not in "ZC":
+            tokens.append(character)
+        joins = category in "LNM"
+    return tokens
 
 
-def test_a_pattern_without_end_is_named_and_an_unknown_match_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("contaccum.evaluation.answers._SECONDS", 0.05)
-    with pytest.raises(DataError, match=r"takes more than 0\.05 s"):
-        answer_finder([r"(a|aa)+$"], "regex")("a" * 60 + "b")
-    with pytest.raises(ConfigError, match="match must be string or regex, got 'fuzzy'"):
-        answer_finder(["a"], "fuzzy")  # type: ignore[arg-type]  # what is refused
+def test_tokens_are_dprs_for_all_kinds_of_characters() -> None:
+    characters = [chr(code) for code in (*range(0x10000), *range(0x10000, sys.maxunicode, 17))]
+    random.Random(0).shuffle(characters)
+    text = "".join(characters)
+    assert open_qa._token().findall(text) == tokens_by_category(text)
+
+
+def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n")
+    rows = ['1\t"one dog sat"\tCats', '2\t"the cat said ""hello"""\t', "3\ta bird\tthe mat", "4\ton the mat\t"]
+    (tmp_path / "p.tsv").write_text("id\ttext\ttitle\n" + "\n".join(rows) + "\n")
+    questions, passages = load_questions(tmp_path / "q.csv"), load_passages(tmp_path / "p.tsv", RecordReport())
+    assert tuple(passages["2"]) == ("2", "", 'the cat said "hello"')
+    run = {
+        "question-1": {"1": 3.0, "3": 2.0, "2": 1.0},  # third: "Cats" is a title, which is not searched
+        "question-2": {"4": 0.5, "3": 0.9},  # second: the title of 3 does not count
+        "question-3": {},
+    }
+    result = score_open_qa(questions, run, passages, (1, 2, 3), show_progress=False, model={}, search={})
+    assert result.metrics == {f"Accuracy@{k}": pytest.approx((k - 1) / 3) for k in (1, 2, 3)}
+    assert result.per_query["question-1"] == {"Accuracy@1": 0.0, "Accuracy@2": 0.0, "Accuracy@3": 1.0}
+    for wrong, words in (
+        ({"question-1": {"9": 1.0}}, "passage '9' of question-1"),
+        ({"q7": {}}, "'q7' is no question"),
+    ):
+        with pytest.raises(DataError, match=words):
+            score_open_qa(questions, wrong, passages, (1,), show_progress=False)
+    with pytest.raises(ConfigError, match="match must be one of string, regex, got 'fuzzy'"):
+        score_open_qa(questions, run, passages, (1,), "fuzzy", show_progress=False)  # type: ignore[arg-type]  # refused
+    assert list(load_passages(tmp_path / "p.tsv", RecordReport(), {"3", "77"})) == ["3"]
+    (tmp_path / "p.tsv").write_text("1\ta\tb\n1\tc\td\n")
+    with pytest.raises(DataError, match="id '1' occurs again"):
+        load_passages(tmp_path / "p.tsv", RecordReport())

@@ -1,31 +1,25 @@
-"""A trainer of a tiny model, ready to run, for tests of what may happen to runs."""
+"""A trainer of a tiny model, ready to run, and one trained run that many tests look at."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
-from sample_texts import sentences
+from tiny_runs import RUN, SAVES, log_of, pairs, state_of
 from transformers import BertConfig, set_seed
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 
+Maker = Callable[..., ContAccumTrainer]
+
 
 @pytest.fixture(scope="session")
-def trainer_in(tiny_tokenizer: Any) -> Any:
-    """Makes a trainer: micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
+def tiny_model(tiny_tokenizer: Any) -> Callable[..., DualEncoder]:
+    """Makes a fresh encoder of one layer: always the same weights."""
 
-    def make(
-        folder: Path,
-        rows: int = 36,
-        tied: bool = True,
-        dropout: float = 0.0,
-        negatives: int = 0,
-        evaluator: Any = None,
-        **settings: Any,
-    ) -> ContAccumTrainer:
+    def make(tied: bool = True, dropout: float = 0.0, **given: Any) -> DualEncoder:
         set_seed(7)
         config = BertConfig(
             vocab_size=len(tiny_tokenizer),
@@ -37,27 +31,54 @@ def trainer_in(tiny_tokenizer: Any) -> Any:
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
-        model = DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=True, tokenizer=tiny_tokenizer)
-        columns = {"query": sentences(rows, 1), "positive": sentences(rows, 2, 9)}
-        columns |= {f"negative_{i + 1}": sentences(rows, 3 + i) for i in range(negatives)}
-        given = {
+        given = {"pooling": "mean", "normalize": True, **given}
+        return DualEncoder.from_backbone(config, tied=tied, tokenizer=tiny_tokenizer, device="cpu", **given)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trainer_in(tiny_model: Callable[..., DualEncoder]) -> Maker:
+    """Makes a trainer: micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
+
+    def make(
+        folder: Path,
+        data: Any = 36,
+        tied: bool = True,
+        dropout: float = 0.0,
+        model: Any = None,
+        **settings: Any,
+    ) -> ContAccumTrainer:
+        model = tiny_model(tied, dropout) if model is None else model
+        trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_sets")
+        given = {name: settings.pop(name) for name in trainer_names if name in settings}
+        settings = {
             "method": "contaccum",
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 3,
             "learning_rate": 1e-3,
+            "weight_decay": 0.01,
             "warmup_steps": 2,
             "num_train_epochs": 1,
             "save_strategy": "no",
+            "logging_steps": 1000,
             "seed": 5,
             "disable_tqdm": True,
         } | settings
-        if given["method"] in ("contaccum", "pre_batch"):
-            given.setdefault("bank_size", 20)
-        args = ContAccumTrainingArguments(output_dir=str(folder), **given)
-        data = Dataset.from_dict(columns)
-        evaluated = data if "eval_strategy" in given and evaluator is None else None
-        return ContAccumTrainer(
-            model=model, args=args, train_dataset=data, eval_dataset=evaluated, evaluator=evaluator, quiet=True
-        )
+        if settings["method"] in ("contaccum", "pre_batch"):
+            settings.setdefault("bank_size", 20)
+        args = ContAccumTrainingArguments(output_dir=str(folder), **settings)
+        data = pairs(data) if isinstance(data, int) else data
+        return ContAccumTrainer(model, args, data, quiet=True, **given)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run(trainer_in: Maker, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One run of eight updates with a checkpoint each: its folder, its state at the end, its log."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer = trainer_in(folder, **RUN, **SAVES)
+    trainer.train()
+    trainer.save_model()
+    return folder, state_of(trainer), log_of(folder)

@@ -1,86 +1,97 @@
-"""What the trainer's checkpoints hold, which of them is resumed, and what a resumed run may change."""
+"""Which checkpoints are whole, which is resumed, what a resumed run may change; kills and signals at any instant."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
-import pickle
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_trainer import log_of
+from tiny_runs import RUN, SAVES, differing, log_of, state_of
 
-from contaccum import ContAccumTrainer
-from contaccum.cli import main
 from contaccum.errors import UserError
-from contaccum.training import checkpoints
-from contaccum.training.checkpoint_folder import fault_of
-from contaccum.training.trainer import BANK_FILE
-
-SAVES = {"save_strategy": "steps", "save_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def ended_once(trainer_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    trainer_in(folder, **SAVES).train()
-    return folder
+from contaccum.training import trainer as trainer_module
+from contaccum.training.callbacks import TrainingStopped
+from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_checkpoints, seal
 
 
 @pytest.fixture
-def ended(ended_once: Path, tmp_path: Path) -> Path:
-    """A run of three updates with a checkpoint each."""
-    shutil.copytree(ended_once, tmp_path / "run")
+def ended(run: Any, tmp_path: Path) -> Path:
+    """The folder of a run of eight updates, with its last three checkpoints."""
+    folder, _, _ = run
+    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-[1-5]"))
     return tmp_path / "run"
 
 
-def test_checkpoint_holds_safetensors_and_json_alone(ended: Path) -> None:
-    folder = ended / "checkpoint-2"
+def test_a_checkpoint_holds_transformers_files_the_bank_and_what_identifies_the_run(run: Any) -> None:
+    folder = run[0] / "checkpoint-2"
     assert fault_of(folder) is None
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert {path.suffix for path in map(Path, files)} <= {".safetensors", ".json", ".md", ".txt"}
-    assert files >= {
-        "optimizer.safetensors",
-        "scheduler.json",
-        "random_states_0.safetensors",
-        "trainer_state.json",
-        "training_args.json",
-        "checkpoint.json",
-        "manifest.json",
-        BANK_FILE,
-    }
-    assert json.loads((folder / "training_args.json").read_text())["method"] == "contaccum"
+    assert files >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert files >= {BANK_FILE, MARKER} and "training_args.bin" not in files
+    marker = json.loads((folder / MARKER).read_text())
+    assert marker["contaccum"] and marker["update"] == 2 and marker["files"].keys() == files - {MARKER}
+    assert marker["settings"]["pairs per update"] == 12 and len(marker["settings"]["data fingerprint"]) == 64
+    for name in ("optimizer.pt", "scheduler.pt"):  # as a checkpoint from somebody else is loaded
+        torch.load(folder / name, weights_only=True)
 
 
-def test_last_valid_checkpoint_is_resumed_and_the_others_are_named(
-    trainer_in: Any, ended: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
+    trainer_in: Any, run: Any, ended: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (ended / "checkpoint-3" / BANK_FILE).unlink()
-    (ended / "checkpoint-2" / "optimizer.pt").write_bytes(pickle.dumps({}))
-    resumed = trainer_in(ended, **SAVES)
+    (ended / "checkpoint-8" / MARKER).unlink()
+    with (ended / "checkpoint-7" / "optimizer.pt").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\0\1\2")
+    resumed = trainer_in(ended, **RUN, **SAVES)
     resumed.quiet = False
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
-    assert f"passed over {ended / 'checkpoint-3'}: {BANK_FILE} is missing" in caplog.text
-    assert f"passed over {ended / 'checkpoint-2'}: optimizer.pt is of a kind that can hold code" in caplog.text
-    assert f"resuming from        {ended / 'checkpoint-1'} (after 1 updates)" in capsys.readouterr().out
+    assert f"passed over {ended / 'checkpoint-8'}: it has no {MARKER}: it is not whole" in caplog.text
+    assert f"passed over {ended / 'checkpoint-7'}: optimizer.pt is not what was written" in caplog.text
+    assert f"resuming from         {ended / 'checkpoint-6'} (after 6 updates)" in capsys.readouterr().out
     # Each update has one line in the log, though two were done twice; what was damaged is whole again.
-    assert [line["update"] for line in log_of(ended)] == [1, 2, 3]
-    assert [fault_of(ended / f"checkpoint-{update}") for update in (1, 2, 3)] == [None] * 3
-    with pytest.raises(UserError, match=r"cannot be resumed from: scheduler\.json is missing"):
-        (ended / "checkpoint-3" / "scheduler.json").unlink()
-        trainer_in(ended, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-3"))
+    assert [line["update"] for line in log_of(ended)] == list(range(1, 9))
+    assert [fault_of(path) for path in find_checkpoints(ended)] == [None] * 3
+    assert differing(run[1], state_of(resumed)) == []
+    (ended / "checkpoint-8" / "scheduler.pt").unlink()
+    with pytest.raises(UserError, match=r"cannot be resumed from: scheduler\.pt is missing"):
+        trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
 
 
-def test_auto_starts_where_there_is_nothing_to_resume(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_version_before_is_refused_by_its_version(trainer_in: Any, tmp_path: Path) -> None:
+    old = tmp_path / "checkpoint-4"
+    old.mkdir()
+    (old / "checkpoint.json").write_text("{}")
+    (old / "manifest.json").write_text('{"format": 1, "contaccum": "0.1.0", "files": {}}')
+    for asked in ("last", str(old)):
+        with pytest.raises(
+            UserError, match=r"written by contaccum 0\.1\.0, whose checkpoints .* with --model"
+        ) as error:
+            trainer_in(tmp_path).train(resume_from_checkpoint=asked)
+        assert "\n" not in str(error.value)
+
+
+def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(
+    trainer_in: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer_in(tmp_path, max_steps=1, **SAVES).train(resume_from_checkpoint="auto")
+    two = trainer_in(tmp_path, max_steps=2, **SAVES)
+    two.train(resume_from_checkpoint="auto")
+    assert two.state.global_step == 2 and [line["update"] for line in log_of(tmp_path)] == [1, 2]
     again = trainer_in(tmp_path, max_steps=2, **SAVES)
-    again.train(resume_from_checkpoint="auto")
-    assert again.state.global_step == 2 and [line["update"] for line in log_of(tmp_path)] == [1, 2]
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint="auto")  # transformers by itself would do a third update
+    assert "this run ended after update 2" in caplog.text and again.state.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), two.model.parameters(), strict=True))
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        trainer_in(tmp_path / "empty").train(resume_from_checkpoint="last")
 
 
 @pytest.mark.parametrize(
@@ -88,119 +99,131 @@ def test_auto_starts_where_there_is_nothing_to_resume(trainer_in: Any, tmp_path:
     [
         ({"bank_size": 30}, "bank_size: 20 -> 30", "cannot go on with other settings"),
         ({"method": "pre_batch"}, "method: contaccum -> pre_batch", "cannot go on with other settings"),
-        ({"temperature": 0.1}, "temperature: null -> 0.1", "cannot go on with other settings"),
-        ({"rows": 40}, "rows: 36 -> 40", "place in the data means nothing"),
+        ({"normalize_by": "all"}, "normalize_by: local -> all", "cannot go on with other settings"),
+        ({"optim": "sgd"}, "optim: ", "cannot go on with other settings"),
+        ({"data": 40}, "rows: 43 -> 40", "place in the data means nothing"),
         ({"seed": 6}, "seed: 5 -> 6", "place in the data means nothing"),
         ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8", "place in the data means nothing"),
     ],
 )
-def test_change_that_cannot_work_is_refused_by_name(
-    trainer_in: Any, ended: Path, changed: dict[str, Any], shown: str, reason: str
+def test_a_change_that_cannot_work_is_refused_by_name(
+    trainer_in: Any, run: Any, tmp_path: Path, changed: dict[str, Any], shown: str, reason: str
 ) -> None:
     with pytest.raises(UserError, match=reason) as refusal:
-        trainer_in(ended, **changed, **SAVES).train(resume_from_checkpoint="last")
-    assert shown in str(refusal.value)
-    assert ("--resume_with_changes" in str(refusal.value)) == (reason.startswith("place"))
+        trainer_in(tmp_path, **{**RUN, **changed}).train(resume_from_checkpoint=str(run[0] / "checkpoint-2"))
+    assert shown in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_other_changes_are_listed_and_the_run_goes_on(
-    trainer_in: Any, ended: Path, caplog: pytest.LogCaptureFixture
+def test_other_changes_are_listed_and_taken(
+    trainer_in: Any, run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumed = trainer_in(ended, rows=40, resume_with_changes=True, learning_rate=5e-4, warmup_steps=1, **SAVES)
+    changed = {**RUN, "learning_rate": 5e-4, "max_grad_norm": 0.5, "data_seed": 9, "resume_with_changes": True}
+    # Another micro-batch with the same pairs per update goes on at the same pair.
+    changed |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
     with caplog.at_level(logging.WARNING):
-        resumed.train(resume_from_checkpoint=str(ended / "checkpoint-1"))
-    changes = [line.split(": ", 1)[1] for line in caplog.messages if line.startswith("changed since checkpoint-1: ")]
-    assert "rows: 36 -> 40" in changes and "warmup_steps: 2 -> 1" in changes
-    assert "learning_rate: 0.001 -> 0.0005 (the checkpoint's stays in force)" in changes
-    assert len([line for line in changes if line.startswith("data fingerprint: ")]) == 1 and len(changes) == 4
-    assert resumed.lr_scheduler.base_lrs == [1e-3] * len(resumed.lr_scheduler.base_lrs)
+        trainer_in(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
+    said = "changed since checkpoint-6: "
+    assert f"{said}learning_rate: 0.001 -> 0.0005 (the checkpoint's stays in force)" in caplog.text
+    assert f"{said}max_grad_norm: 1.0 -> 0.5\n" in caplog.text and f"{said}data_seed: null -> 9" in caplog.text
+    assert f"{said}per_device_train_batch_size: 4 -> 2" in caplog.text
+    assert [line["update"] for line in log_of(tmp_path)] == [7, 8]
 
 
-def test_micro_batches_of_another_size_go_on_at_the_same_pair(trainer_in: Any, ended: Path) -> None:
-    resumed = trainer_in(ended, per_device_train_batch_size=6, gradient_accumulation_steps=2, **SAVES)
-    seen: list[int] = []
-    resumed.get_batch_samples = lambda *given: _noted(ContAccumTrainer.get_batch_samples(resumed, *given), seen)
-    resumed.train(resume_from_checkpoint=str(ended / "checkpoint-1"))
-    assert seen == [12, 12] and resumed.state.global_step == 3
-
-
-def _noted(batches: Any, seen: list[int]) -> Any:
-    seen.append(sum(len(batch["query_input_ids"]) for batch in batches[0]))
-    return batches
-
-
-def test_weights_of_another_model_are_refused(trainer_in: Any, ended: Path) -> None:
-    other = trainer_in(ended, tied=False, **SAVES)
-    with pytest.raises(UserError, match="its weights are of another model"):
-        other.train(resume_from_checkpoint="last")
-
-
-def test_full_disk_leaves_the_last_good_checkpoint_and_one_line(
-    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_of_another_model_and_checkpoints_without_an_optimizer_are_refused(
+    trainer_in: Any, tmp_path: Path
 ) -> None:
-    trainer, save = trainer_in(tmp_path, **SAVES), checkpoints.save_state
-
-    def full(path: Any, state: Any) -> None:
-        if trainer.state.global_step == 2 and "optimizer" in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(path, state)
-
-    monkeypatch.setattr(checkpoints, "save_state", full)
-    with pytest.raises(UserError) as line:
-        trainer.train()
-    assert str(line.value).startswith(f"checkpoint-2 could not be written: no room on the disk of {tmp_path}")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "run.json", "train_log.jsonl"]
-    monkeypatch.undo()
-    trainer_in(tmp_path, **SAVES).train(resume_from_checkpoint="last")
-    assert [line["update"] for line in log_of(tmp_path)] == [1, 2, 3]
+    trainer_in(tmp_path, max_steps=1, **SAVES, save_only_model=True).train()
+    with pytest.raises(UserError, match="written with save_only_model"):
+        trainer_in(tmp_path).train(resume_from_checkpoint="last")
+    trainer_in(tmp_path, max_steps=1, **SAVES).train()
+    with pytest.raises(UserError, match="trained parameters: "):
+        trainer_in(tmp_path, tied=False).train(resume_from_checkpoint="last")
 
 
-def test_log_line_cut_by_a_full_disk_is_dropped_on_resume(trainer_in: Any, ended: Path) -> None:
-    lines = (ended / "train_log.jsonl").read_text().splitlines(keepends=True)
-    (ended / "train_log.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
-    trainer_in(ended, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-2"))
-    assert [line["update"] for line in log_of(ended)] == [1, 2, 3]
-
-
-def test_older_checkpoints_go_only_once_a_newer_one_is_whole(
+def test_older_checkpoints_go_only_once_the_newer_one_is_whole(
     trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[list[str]] = []
-    rotate = checkpoints.rotate_checkpoints
 
-    def watched(*args: Any, **kwargs: Any) -> None:
-        there.append(sorted(path.name for path in tmp_path.glob("checkpoint-*") if fault_of(path) is None))
-        rotate(*args, **kwargs)
+    def watched(folder: Path, facts: Any) -> None:
+        there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
+        seal(folder, facts)
 
-    monkeypatch.setattr(checkpoints, "rotate_checkpoints", watched)
-    trainer_in(tmp_path, save_total_limit=1, **SAVES).train()
+    monkeypatch.setattr(trainer_module, "seal", watched)
+    trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
     assert there == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]
 
 
-def test_best_checkpoint_is_known_by_its_place(trainer_in: Any, tmp_path: Path) -> None:
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
-    trainer = trainer_in(tmp_path, **settings, **SAVES)
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best is not None and Path(best).parent == tmp_path and fault_of(Path(best)) is None
-    newest = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    assert json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"] == best
-
-
-def test_saving_draws_no_random_number(trainer_in: Any, tmp_path: Path) -> None:
-    states = []
-    for folder, strategy in (("saves", "steps"), ("does_not", "no")):
-        trainer_in(tmp_path / folder, save_strategy=strategy).train()
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-
-
-def test_command_says_in_one_line_why_a_checkpoint_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", ["bank", "optimizer"])
+def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(
+    trainer_in: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"query": "a", "positive": "b"}\n')
-    given = ["train", "--model", "none", "--train_data", str(data), "--output_dir", str(tmp_path / "run")]
-    assert main([*given, "--resume_from_checkpoint=last"]) == 2
-    assert "no checkpoint to resume from" in capsys.readouterr().err
+    trainer = trainer_in(tmp_path, **SAVES)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        if trainer.state.global_step == 2:
+            if what == "bank":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file data/1"
+            )
+        real(*args, **kwargs)
+
+    place = (trainer_module, "save_file") if what == "bank" else (torch, "save")
+    real = getattr(*place)
+    monkeypatch.setattr(*place, full)
+    with pytest.raises(UserError, match=r"no room on the disk .* resume from `last`") as error:
+        trainer.train()
+    assert "\n" not in str(error.value)
+    assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [("checkpoint-1", None)]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
+    trainer_in: Any, run: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    # Nothing is saved otherwise, and nothing that a checkpoint could do without.
+    stopped = trainer_in(tmp_path, **RUN, save_only_model=True)
+    step = stopped.micro_step
+    done = 0
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == 8:  # the second micro-step of the third update
+            signal.raise_signal(number)
+        return step(*args, **kwargs)
+
+    stopped.micro_step = signalled
+    with pytest.raises(TrainingStopped) as stop:
+        stopped.train()
+    assert stop.value.code == 128 + number and stop.value.checkpoint == f"{tmp_path}/checkpoint-3"
+    said = capsys.readouterr()
+    assert f"{name}: saving a checkpoint after this update" in said.err and "saved " in said.out
+    assert signal.getsignal(number) == before and fault_of(tmp_path / "checkpoint-3") is None
+    resumed = trainer_in(tmp_path, **RUN)
+    resumed.train(resume_from_checkpoint="last")
+    assert differing(run[1], state_of(resumed)) == []
+    assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in run[2]]
+
+
+def test_the_marker_comes_last_and_nothing_without_it_is_loaded(
+    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every file that a checkpoint consists of, as if the process died right there."""
+    trainer_in(tmp_path, max_steps=1, **SAVES).train()
+    whole = tmp_path / "checkpoint-1"
+    for path in sorted(p for p in whole.rglob("*") if p.is_file()):
+        torn = tmp_path / "torn" / "checkpoint-1"
+        shutil.copytree(whole, torn)
+        (torn / path.relative_to(whole)).unlink()
+        assert fault_of(torn) is not None, path
+        shutil.rmtree(torn)
+        if path.stat().st_size:
+            shutil.copytree(whole, torn)
+            os.truncate(torn / path.relative_to(whole), path.stat().st_size // 2)
+            assert fault_of(torn) is not None, path
+            shutil.rmtree(torn)

@@ -1,0 +1,198 @@
+"""What a run writes for people to read: a line per update, a record of the run, what it is about to do, a collapse.
+
+Files are read and written here, and nothing is computed; no torch is needed to read them. When something is written is
+decided in ``callbacks``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from contaccum.errors import DataError
+from contaccum.files import git_commit, package_versions, write_text
+
+TRAIN_LOG = "train_log.jsonl"
+EVAL_LOG = "eval_log.jsonl"
+RUN_RECORD = "run.json"
+_PATIENCE = 3  # updates in a row before a collapse is warned of
+
+
+def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[dict[str, Any]]:
+    """The records of a ``train_log.jsonl``, one per update; the first ``lines`` of them, or all.
+
+    Raises:
+        DataError: naming the line that is not a record.
+    """
+    records = []
+    try:
+        texts = Path(path).read_text(encoding="utf-8").splitlines()[:lines]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    for number, line in enumerate(texts, start=1):
+        try:
+            records.append({"update": None, "loss": None, **json.loads(line)})
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}:{number}: not a log record") from error
+    return records
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line to a log; what is no number becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(finite) + "\n")
+
+
+def keep_log_until(path: Path, update: int) -> None:
+    """Drop lines of updates that are about to be done again: those after the checkpoint, or an earlier run's."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["update"] <= update:
+                kept.append(line)
+        except (ValueError, KeyError):  # cut short by a kill or a full disk
+            continue
+    write_text(path, kept)
+
+
+def run_record(trainer: Any) -> dict[str, Any]:
+    """The content of ``run.json``: what the run is, so that it can be repeated."""
+    args, evaluator = trainer.args, trainer.evaluator
+    data: dict[str, Any] = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset)}
+    if trainer.set_shares:
+        data["sets"] = [
+            {"name": name, **trainer.data_sets.get(name, {}), **about} for name, about in trainer.set_shares.items()
+        ]
+    evaluation = {"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}
+    return {
+        "method": args.method,
+        "seed": args.seed,
+        "pairs_per_update": args.total_train_batch_size,
+        "updates": trainer.state.max_steps,
+        "data": data,
+        "model": {
+            "base": getattr(trainer.model.model_card_data, "base_model", None),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        },
+        **evaluation,
+        "arguments": trainer.given_arguments,
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def rows_of(dataset: Any) -> int | None:
+    """The rows of a data set, or of several together; None for a stream."""
+    parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
+
+
+def describe_run(trainer: Any) -> str:
+    """What is about to happen, one fact a line, for the start of a run."""
+    args, h = trainer.args, trainer.hard_negatives
+    columns = args.per_device_train_batch_size * (1 + h) * (args.world_size if args.gathers else 1)
+    bank = (args.bank_size or 0) if args.keeps_bank else 0
+    negatives = columns - 1 + bank * (1 + (h if args.bank_hard_negatives else 0))
+    pairs: Any = args.total_train_batch_size
+    facts: dict[str, Any] = {
+        "method": args.method,
+        "pairs per micro-batch": args.pairs_per_micro_batch,
+        "micro-batches (K)": pairs // args.world_size // args.pairs_per_micro_batch,
+        "batches": _batches(args),
+        "devices": args.world_size,
+        "pairs per update": pairs,
+        "bank rows": f"{bank:,} passages, {0 if args.query_bank_size == 0 else bank:,} queries" if bank else "none",
+        "oldest bank entry": None,
+        "negatives per query": f"{negatives:,}" + (" once the bank is full" if bank else ""),
+        "updates": f"{trainer.state.max_steps:,}",
+        "learning rate": f"{args.learning_rate:g}",
+        "evaluation": _evaluation(trainer),
+    }
+    if bank:
+        shared = args.world_size if args.gathers else 1
+        facts["oldest bank entry"] = f"{bank / (pairs / args.world_size * shared):.1f} updates old"
+    if trainer.set_shares:
+        how = args.set_sampler or "a sampler of your own"
+        how += f" {args.sampling_temperature:g}" if how == "temperature" else ""
+        facts["training sets"] = f"{len(trainer.set_shares)}, sampled by {how}"
+    lines = [f"{name:<21} {value}" for name, value in facts.items() if value is not None]
+    for name, about in trainer.set_shares.items():
+        lines.append(
+            f"  {name:<20}{about['rows']:,} rows, weight {about['weight']:.4g}, {100 * about['share']:.4g} % of "
+            f"micro-batches, {about['batches_per_epoch']:,} an epoch, {about['passes_per_epoch']:.4g} passes"
+        )
+    return "\n".join(lines)
+
+
+def _batches(args: Any) -> str | None:
+    parts = ["no duplicates"] if args.avoids_duplicates else []
+    parts += [f"similar lengths, sorted {args.lengths_sorted} at a time"] if args.groups_by_length else []
+    parts += [f"one {args.topic_column} each"] if args.topic_column else []
+    return "; ".join(parts) or None
+
+
+def _evaluation(trainer: Any) -> str | None:
+    args: Any = trainer.args
+    if args.eval_strategy == "no":
+        return None
+    when = "every epoch" if args.eval_strategy == "epoch" else f"every {args.eval_steps:,} updates"
+    if not hasattr(trainer.evaluator, "describe"):
+        return when
+    about = trainer.evaluator.describe()
+    of = about.get("of_documents", about["documents"])
+    part = f"a sample of {about['documents']:,} of" if of > about["documents"] else "all"
+    best = f", best by {args.metric_for_best_model.removeprefix('eval_')}" if args.keeps_best else ""
+    return f"{when} on {about['name']} ({about['split']}): {about['queries']:,} queries, {part} {of:,} documents{best}"
+
+
+class CollapseWatch:
+    """Looks at the record of each update, and warns once of each way to collapse, with the settings to change.
+
+    - the loss of local rows is back at the logarithm of the number of columns (a guess) after it was well below;
+    - embeddings no longer differ: their spread is near zero;
+    - the bank is out of reach: its columns from earlier updates get almost none of the softmax that columns of the
+      present encoder get, so that "new or old" is all the loss still asks.
+    """
+
+    def __init__(self) -> None:
+        self._lowest = math.inf  # loss, as a share of the logarithm of the columns
+        self._streak: dict[str, int] = {}
+        self._warned: set[str] = set()
+
+    def observe(self, record: Mapping[str, Any]) -> list[str]:
+        """Warnings that the update's ``record`` (a line of the log) gives rise to: one line each, usually none.
+
+        Keys looked at, where present: ``update``, ``loss``, ``columns``, ``embedding_spread``, ``bank_mass_aged``,
+        ``bank_age``.
+        """
+        found = {}
+        columns, loss = record.get("columns", 0), record.get("loss")
+        if loss is not None and columns > 2:
+            guess = math.log(columns)
+            if loss > 0.97 * guess and self._lowest < 0.8:
+                found["loss"] = f"the loss is back at {loss:.2f}, a guess among {columns} columns ({guess:.2f})"
+            self._lowest = min(self._lowest, loss / guess)
+        spread, aged = record.get("embedding_spread"), record.get("bank_mass_aged")
+        if spread is not None and spread < 1e-3:
+            found["spread"] = f"all passages of a micro-batch have nearly the same embedding (spread {spread:.1e})"
+        if aged is not None and aged < 0.02:
+            found["bank"] = (
+                f"bank entries of earlier updates get {aged:.1%} of the softmax that a fresh negative gets: new and "
+                "old embeddings have drifted apart"
+            )
+        self._streak = {kind: self._streak.get(kind, 0) + 1 for kind in found}
+        due = [kind for kind, streak in self._streak.items() if streak >= _PATIENCE and kind not in self._warned]
+        self._warned.update(due)
+        mend = (
+            f"Lower learning_rate, or set a smaller bank_size (the oldest entry is {record.get('bank_age', 'unknown')} "
+            "updates old); keep drift_compensation=auto."
+        )
+        return [f"update {record.get('update')}: collapse: {found[kind]}. {mend}" for kind in due]

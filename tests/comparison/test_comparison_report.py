@@ -1,0 +1,105 @@
+"""From results to numbers and tables."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+from comparison_data import made_up, score
+
+from contaccum.comparison.plan import Plan, make_plan, read_entries, read_grid, read_options
+from contaccum.comparison.report import METRICS, build_report, markdown, table_rows
+from contaccum.evaluation.metrics import holm, paired_bootstrap
+
+ABOUT = {
+    "command": "contaccum compare",
+    "settings": {"evaluation": {"queries": None, "corpus": 25}},
+    "data": {"evaluation": [{"name": "beir", "split": "test", "queries": 20, "documents": 30, "fingerprint": "f"}]},
+}
+
+
+def planned(tokens: list[str], grid: list[str], baseline: str | None = None) -> Plan:
+    entries = read_entries(["grad_accum", "contaccum"], [["published", "drift_compensation=none"]])
+    return make_plan(read_options([], tokens), entries, read_grid(grid), [0, 1], baseline)
+
+
+@pytest.fixture(scope="module")
+def plan(tokens: list[str]) -> Plan:
+    return planned(tokens, ["bank_size=8,16"])
+
+
+def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: Plan) -> None:
+    report = build_report(plan, made_up(plan), {}, ABOUT)
+    rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
+    entries = ("contaccum", "published")
+    assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for e in entries for m in ("8", "16")]
+    assert {row["baseline_group"] for row in rows} == {"grad_accum"}  # one run for both cells
+    for row in rows:
+        mine, theirs = (
+            [statistics.fmean(score(entry, labels, seed, q) for seed in (0, 1)) for q in range(20)]
+            for entry, labels in ((row["entry"], row["labels"]), ("grad_accum", {}))
+        )
+        expected = paired_bootstrap(mine, theirs, 10_000, 0)
+        assert (row["difference"], row["low"], row["high"], row["p_value"]) == pytest.approx(expected)
+        assert statistics.fmean(row["difference_by_seed"]) == pytest.approx(row["difference"])
+    assert [row["p_holm"] for row in rows] == holm([row["p_value"] for row in rows])
+    group = report["groups"]["contaccum_bank_size-16"]
+    values = [statistics.fmean(score("contaccum", group["labels"], seed, q) for q in range(20)) for seed in (0, 1)]
+    found = group["metrics"]["beir"]["NDCG@10"]
+    assert (found["mean"], found["sd"]) == pytest.approx((statistics.fmean(values), statistics.stdev(values)))
+    assert (group["seeds"], group["train_seconds"], group["peak_memory_mb"]) == ([0, 1], 8.5, 101.0)
+    assert report["warnings"] == []
+
+
+def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens: list[str]) -> None:
+    plan = planned(tokens, ["bank_size=8,16"], "contaccum")
+    report = build_report(plan, made_up(plan), {}, ABOUT)
+    rows = [row for row in report["comparisons"] if row["metric"] == "MRR@10" and row["entry"] == "grad_accum"]
+    assert [row["labels"]["bank_size"] for row in rows] == ["(8)", "(16)"]
+    assert rows[0]["difference"] > rows[1]["difference"]
+    assert "| grad_accum | (16) |" in markdown(report)
+
+
+def test_unequal_beginnings_and_data_are_said_first(plan: Plan) -> None:
+    results = made_up(plan)
+    odd = results["contaccum_bank_size-8_seed-1"]
+    odd |= {"initial_weights": "other", "data_order": "other", "updates": 9}
+    report = build_report(plan, results, {}, ABOUT)
+    assert len(report["warnings"]) == 3
+    assert all(line.startswith(odd["name"]) and "grad_accum_seed-1" in line for line in report["warnings"])
+    text = markdown(report)
+    assert text.index("## Take care") < text.index("## beir")
+
+
+def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None:
+    results = made_up(plan)
+    for name in ("contaccum_bank_size-8_seed-1", "published_bank_size-8_seed-0", "published_bank_size-8_seed-1"):
+        del results[name]
+    report = build_report(plan, results, {"contaccum_bank_size-8_seed-1": "killed by SIGKILL"}, ABOUT)
+    (row,) = [r for r in report["comparisons"] if r["group"] == "contaccum_bank_size-8" and r["metric"] == "MRR@10"]
+    assert row["seeds"] == [0] and row["sd_over_seeds"] is None
+    assert report["groups"]["published_bank_size-8"]["metrics"] == {}
+    assert "killed by SIGKILL" in markdown(report)
+    empty = build_report(plan, {}, {"a": "b"}, ABOUT)
+    assert empty["comparisons"] == [] and "## Failed" in markdown(empty)
+
+
+def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
+    report = build_report(plan, made_up(plan), {}, ABOUT)
+    lines = markdown(report).splitlines()
+    for metric, shown in METRICS.items():
+        start = lines.index(f"### {shown}")
+        expected = [(row["entry"], row["labels"].get("bank_size", ""), row["mean"]) for row in _rows(report, metric)]
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[start + 4 : start + 9]]
+        assert [(c[0], c[1], c[2]) for c in cells] == [(e, m, f"{mean:.4f}") for e, m, mean in expected]
+        assert {len(c) for c in cells} == {8}
+    text = "\n".join(lines)
+    assert "- published: contaccum with drift_compensation=none\n" in text
+    assert "| contaccum | 16 | 2 | 1.000 | 8.5 | 101 | 1.500 | - |\n" in text
+    assert "- grad_accum: 8 updates of 12 pairs\n" in text
+    assert "- beir (test): 20 queries, 30 documents, a fixed sample\n" in text
+
+
+def _rows(report: dict[str, Any], metric: str) -> list[dict[str, Any]]:
+    return list(table_rows(report, "beir", metric))

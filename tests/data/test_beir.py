@@ -1,0 +1,263 @@
+"""Invariants of BEIR data: every bad record is named, what is read is what BEIR would read, a download is whole or not."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import urllib.error
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contaccum.data import (
+    BEIR_NAMES,
+    NOT_PUBLIC,
+    PUBLIC_NAMES,
+    BadRecord,
+    RecordReport,
+    default_split,
+    load_beir_folder,
+    load_training_data,
+    passage_text,
+    resolve_beir_data,
+    shipped_scifact,
+)
+from contaccum.data.beir import ARCHIVE_MD5, judged_queries
+from contaccum.errors import DataError
+
+CORPUS = [
+    '{"_id": "d1", "title": "One", "text": "first text"}',
+    '{"_id": "d2", "title": "", "text": "second text", "metadata": {"x": 1}}',
+    '{"_id": 3, "title": null, "text": "third text"}',
+]
+QUERIES = [
+    '{"_id": "q1", "text": "first query"}',
+    '{"_id": "q2", "text": "second query"}',
+    '{"_id": "q3", "text": "not judged"}',
+]
+QRELS = ["query-id\tcorpus-id\tscore", "q2\td1\t1", "q1\td2\t2", "q1\t3\t0"]
+
+
+def make(folder: Path, split: str = "test", ending: str = "", end: str = "\n", mark: str = "", **parts: Any) -> Path:
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    files = {"corpus.jsonl": "corpus", "queries.jsonl": "queries", f"qrels/{split}.tsv": "qrels"}
+    for name, part in files.items():
+        lines = parts.get(part, {"corpus": CORPUS, "queries": QUERIES, "qrels": QRELS}[part])
+        content = (mark + end.join(lines) + end).encode()
+        (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
+    return folder
+
+
+def test_corpus_judged_queries_and_judgements_are_those_of_the_files(tmp_path: Path) -> None:
+    data = load_beir_folder(make(tmp_path / "tiny"))
+    assert data.name == "tiny" and data.split == "test" and data.path == tmp_path / "tiny"
+    assert data.corpus == {
+        "d1": {"title": "One", "text": "first text"},
+        "d2": {"title": "", "text": "second text"},
+        "3": {"title": "", "text": "third text"},
+    }
+    assert data.queries == {"q2": "second query", "q1": "first query"}
+    assert list(data.queries) == list(data.qrels) == ["q2", "q1"]
+    assert data.qrels == {"q2": {"d1": 1}, "q1": {"d2": 2, "3": 0}}
+    assert (data.report.seen, data.report.used, data.report.reported) == (9, 9, 0)
+    assert judged_queries(tmp_path / "tiny", "test") == {"q1", "q2"}
+    headless = load_beir_folder(make(tmp_path / "headless", qrels=QRELS[1:]))
+    assert headless.qrels == data.qrels
+
+
+def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path: Path) -> None:
+    plain = load_beir_folder(make(tmp_path / "plain"))
+    packed = load_beir_folder(make(tmp_path / "packed", ending=".gz", end="\r\n", mark="\ufeff"))
+    assert plain.fingerprint == packed.fingerprint and len(plain.fingerprint) == 64
+    changes = {
+        "corpus": [*CORPUS[:2], CORPUS[2].replace("third", "fourth")],
+        "queries": [QUERIES[0].replace("first", "other"), *QUERIES[1:]],
+        "qrels": [*QRELS[:3], "q1\t3\t1"],
+    }
+    others = {load_beir_folder(make(tmp_path / part, **{part: lines})).fingerprint for part, lines in changes.items()}
+    assert len(others | {plain.fingerprint}) == 4
+
+
+CASES = [
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "text": ', "broken JSON"),
+    ("corpus", "corpus.jsonl", CORPUS, '["d9"]', "not a JSON object"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"text": "no id"}', "missing _id"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": " ", "text": "no id"}', "missing _id"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": 1.5, "text": "t"}', "_id is not text"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": true, "text": "t"}', "_id is not text"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "3", "text": "again, once as an integer"}', "duplicate _id"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "title": "no text"}', "missing text"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "text": "\\ud800"}', "text is not valid Unicode"),
+    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "title": ["t"], "text": "t"}', "title is not text"),
+    ("queries", "queries.jsonl", QUERIES, '{"_id": "q1", "text": "again"}', "duplicate _id"),
+    ("queries", "queries.jsonl", QUERIES, '{"_id": "q9", "text": " \\n"}', "empty text"),
+    ("qrels", "qrels/test.tsv", QRELS, "q1 0 d1 1", "not three columns"),
+    ("qrels", "qrels/test.tsv", QRELS, "q1\td1\t1.5", "score is not an integer"),
+    ("qrels", "qrels/test.tsv", QRELS, "q9\td1\t1", "unknown query"),
+    ("qrels", "qrels/test.tsv", QRELS, "q1\td9\t1", "unknown document"),
+    ("qrels", "qrels/test.tsv", QRELS, "q1\td2\t2", "duplicate judgement"),
+    ("qrels", "qrels/test.tsv", QRELS, "query-id\tcorpus-id\tscore", "score is not an integer"),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "lines", "bad", "reason"), CASES)
+def test_every_bad_record_names_its_file_line_and_reason(
+    tmp_path: Path, part: str, name: str, lines: list[str], bad: str, reason: str
+) -> None:
+    folder = make(tmp_path, **{part: [*lines, "", bad]})
+    line = len(lines) + 2
+    with pytest.raises(DataError) as caught:
+        load_beir_folder(folder)
+    assert str(caught.value).startswith(f"{folder / name}:{line}: {reason}")
+    assert "\n" not in str(caught.value) and "--on_bad_record skip" in str(caught.value)
+    report = RecordReport("skip")
+    data = load_beir_folder(folder, report=report)
+    assert data.report is report and report.entries == [BadRecord(str(folder / name), line, reason)]
+    assert (report.seen, report.used, report.reported) == (10, 9, 1)
+    assert data.fingerprint == load_beir_folder(make(tmp_path / "clean")).fingerprint
+
+
+def test_a_document_left_out_takes_its_judgements_along_and_both_are_counted(tmp_path: Path) -> None:
+    data = load_beir_folder(make(tmp_path, corpus=["broken", *CORPUS[1:]]), on_bad_record="skip")
+    assert data.qrels == {"q1": {"d2": 2, "3": 0}}
+    assert data.report.by_reason == {"broken JSON": 1, "unknown document": 1}
+
+
+def test_empty_documents_are_kept_for_evaluation_and_refused_for_training(tmp_path: Path) -> None:
+    folder = make(tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'])
+    data = load_beir_folder(folder)
+    assert data.corpus["d9"] == {"title": " ", "text": ""} and data.report.notes == {"empty documents kept": 1}
+    with pytest.raises(DataError, match=r"corpus\.jsonl:4: empty document: 'd9'"):
+        load_beir_folder(folder, allow_empty_documents=False)
+
+
+def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
+    make(tmp_path, split="dev")
+    make(tmp_path, split="train", ending=".gz")
+    with pytest.raises(DataError, match="no split 'test'; it has: dev, train"):
+        load_beir_folder(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        load_beir_folder(tmp_path / "nothing")
+    for part, what in (("corpus", "documents"), ("queries", "queries"), ("qrels", "judgements")):
+        with pytest.raises(DataError, match=f"no {what} left to use; .* 2 left out"):
+            load_beir_folder(make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip")
+
+
+@pytest.mark.parametrize(
+    ("title", "text", "separator", "passage"),
+    [("T", "x ", " ", "T x"), (" ", "x", " [SEP] ", "x"), ("T", " ", " | ", "T"), ("T", "x", " | ", "T | x")],
+)
+def test_a_passage_is_title_and_text_without_a_stray_separator(
+    title: str, text: str, separator: str, passage: str
+) -> None:
+    assert passage_text(title, text, separator) == passage
+
+
+def test_shipped_scifact_is_the_published_one(tmp_path: Path) -> None:
+    test = load_beir_folder(shipped_scifact(), "test")
+    assert (len(test.corpus), len(test.queries)) == (5183, 300)
+    assert sum(len(judged) for judged in test.qrels.values()) == 339
+    assert test.report.reported == 0 and test.name == "scifact"
+    train = load_training_data(shipped_scifact())
+    assert train.data_format == "beir" and len(train.dataset) == 919 and train.report.reported == 0
+    # 809 judged claims, two of which occur under two ids each.
+    assert len({row["query"] for row in train.dataset}) == 807
+
+
+# Public sets by name
+
+
+def archive(*names: str, folder: str = "fiqa") -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as packed:
+        for name, lines in (("corpus.jsonl", CORPUS), ("queries.jsonl", QUERIES), ("qrels/test.tsv", QRELS)):
+            packed.writestr(f"{folder}/{name}", "\n".join(lines))
+        for name in names:
+            packed.writestr(name, "x")
+    return content.getvalue()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Stands where the network stands: {"content": bytes or an error, "urls": what was asked for}."""
+    state: dict[str, Any] = {"content": archive(), "urls": []}
+
+    def urlopen(url: str, timeout: float) -> io.BytesIO:
+        state["urls"].append(url)
+        if isinstance(state["content"], Exception):
+            raise state["content"]
+        return io.BytesIO(state["content"])
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return state
+
+
+def trust(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(content).hexdigest())
+
+
+def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(
+    tmp_path: Path, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust(monkeypatch, server["content"])
+    folder = resolve_beir_data("fiqa")
+    assert folder == tmp_path / "cache" / "beir" / "fiqa" and resolve_beir_data("fiqa") == folder
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.jsonl", "qrels", "queries.jsonl"]
+    assert server["urls"] == ["https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/fiqa.zip"]
+    make(tmp_path / "nfcorpus")
+    assert resolve_beir_data("nfcorpus") == Path("nfcorpus") and len(server["urls"]) == 1
+    with pytest.raises(DataError, match="no split 'dev'; it has: test"):
+        resolve_beir_data("nfcorpus", "dev")
+
+
+@pytest.mark.parametrize("content", [urllib.error.URLError("no\nroute"), b"half a zip"])
+def test_a_failed_download_is_one_line_and_leaves_nothing_behind(
+    tmp_path: Path, server: dict[str, Any], content: Any
+) -> None:
+    server["content"] = content
+    with pytest.raises(DataError) as caught:
+        resolve_beir_data("scifact")
+    message = str(caught.value)
+    assert message.startswith("scifact: ") and f"--data {shipped_scifact()}" in message and "\n" not in message
+    assert list((tmp_path / "cache" / "beir").iterdir()) == []
+
+
+@pytest.mark.parametrize("member", ["../outside", "fiqa/../../outside", "/outside", "C:\\outside"])
+def test_an_archive_never_writes_outside_its_folder(
+    tmp_path: Path, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch, member: str
+) -> None:
+    server["content"] = archive(member)
+    trust(monkeypatch, server["content"])
+    resolve_beir_data("fiqa")
+    inside = tmp_path / "cache" / "beir" / "fiqa"
+    assert all(path.is_relative_to(inside) for path in tmp_path.rglob("*outside*"))
+
+
+def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server: dict[str, Any]) -> None:
+    assert len(BEIR_NAMES) == 19 and set(PUBLIC_NAMES) | set(NOT_PUBLIC) == set(BEIR_NAMES) == set(ARCHIVE_MD5)
+    assert [default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == ["dev", "dev", "test"]
+    for wrong, right in (("scifct", "scifact"), ("Trec-Covid", "trec-covid"), ("data/nfcorpsu", "nfcorpus")):
+        with pytest.raises(DataError, match=f"'{wrong}': neither a folder nor .*did you mean '{right}'"):
+            resolve_beir_data(wrong)
+    for nonsense in ("zzzz", "x" * 5000, "a\0b", "../msmarco/"):
+        with pytest.raises(DataError):
+            resolve_beir_data(nonsense)
+    with pytest.raises(DataError, match="robust04: not public"):
+        resolve_beir_data("robust04")
+    with pytest.raises(DataError, match=r"twelve data sets .*cqadupstack/android, .*cqadupstack/wordpress"):
+        resolve_beir_data("cqadupstack")
+    assert server["urls"] == []
+
+
+def test_importing_the_readers_is_cheap() -> None:
+    code = "import json, sys, contaccum.data; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"beir", "datasets", "torch", "pyarrow", "ijson"} & {*json.loads(done.stdout)}

@@ -1,0 +1,208 @@
+"""Files are whole or not there, content has one name, and no credential is written down."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contaccum import files
+from contaccum.errors import DataError, UserError
+from contaccum.files import (
+    Fingerprint,
+    atomic_file,
+    atomic_folder,
+    cache_folder,
+    fingerprint,
+    read_json,
+    redact,
+    redact_record,
+    require_writable,
+    write_json,
+    write_text,
+)
+
+# Whole or not at all -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["the writer", "the disk", "the name"])
+def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    if fails == "the name":
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    expected = {"the writer": RuntimeError, "the disk": UserError, "the name": UserError}[fails]
+    with pytest.raises(expected, match=r"half way|cannot be written"), atomic_file(path) as part:
+        part.write_text("after, the first ha")
+        if fails == "the writer":
+            raise RuntimeError("half way")
+        if fails == "the disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_an_error_of_reading_while_writing_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "out"):
+        (tmp_path / "source").read_text()
+
+
+def test_a_process_killed_while_it_writes_leaves_the_file_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"value": 1})
+    code = (
+        "import os, signal, sys\nfrom contaccum.files import atomic_file\n"
+        "with atomic_file(sys.argv[1]) as part:\n"
+        "    part.write_text('{\"value\": ')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path(files.__file__).parents[1])
+    assert done.returncode == -signal.SIGKILL
+    assert read_json(path) == {"value": 1}
+
+
+def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    (tmp_path / "out").symlink_to(precious)
+    write_text(tmp_path / "out", ["a\n", "b\n"])
+    assert precious.read_text() == "keep me" and (tmp_path / "out").read_text() == "a\nb\n"
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    for content in ("first", "second"):
+        with atomic_folder(path) as part:
+            (part / "inner").mkdir()
+            (part / "inner" / content).write_text(content)
+            assert not (path / "inner" / content).exists()
+        assert [x.name for x in path.rglob("*") if x.is_file()] == [content]
+    with pytest.raises(RuntimeError), atomic_folder(path) as part:
+        (part / "third").write_text("half")
+        raise RuntimeError
+    assert [x.name for x in path.rglob("*") if x.is_file()] == ["second"]
+    (tmp_path / ".writing-store").mkdir()  # a process that was killed left it
+    (tmp_path / ".writing-store" / "torn").touch()
+    with atomic_folder(path) as part:
+        (part / "fourth").touch()
+    assert os.listdir(path) == ["fourth"] and os.listdir(tmp_path) == ["store"]
+
+
+def test_json_is_refused_by_name_when_it_is_missing_torn_or_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
+        read_json(path)
+    path.write_text('{"a": ')
+    with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
+        read_json(path)
+    write_json(path, [1])
+    with pytest.raises(DataError, match=r"a\.json: holds a list, where a dict is expected"):
+        read_json(path)
+    assert read_json(path, list) == [1]
+    with pytest.raises(ValueError):
+        write_json(path, {"loss": float("nan")})
+    assert read_json(path, list) == [1]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "folder" / "out.json")
+    assert os.listdir(tmp_path / "new" / "folder") == []
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file").touch()
+    for path, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "link", "is a link to"),
+        (tmp_path / "file" / "out.json", "cannot be written"),
+    ):
+        with pytest.raises(UserError, match=message):
+            require_writable(path)
+
+
+# Names of content ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"CONTACCUM_CACHE": "/data/cache", "XDG_CACHE_HOME": "/xdg"}, "/data/cache/sets/a"),
+        ({"CONTACCUM_CACHE": "~/cache", "XDG_CACHE_HOME": "/xdg"}, "/home/me/cache/sets/a"),
+        ({"CONTACCUM_CACHE": "", "XDG_CACHE_HOME": "/xdg"}, "/xdg/contaccum/sets/a"),
+        ({"XDG_CACHE_HOME": "~/xdg"}, "/home/me/xdg/contaccum/sets/a"),
+        ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/contaccum/sets/a"),
+        ({}, "/home/me/.cache/contaccum/sets/a"),
+    ],
+)
+def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CONTACCUM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder("sets", "a") == Path(expected)
+
+
+def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_keys() -> None:
+    assert fingerprint("ab", "c") != fingerprint("a", "bc") != fingerprint("abc")
+    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1}) != fingerprint({"a": 1, "b": [3]})
+    assert fingerprint("a", 1) != fingerprint(1, "a")
+    parts = Fingerprint("a")
+    parts.add(b"b", 3)
+    assert parts.hex() == fingerprint("a", b"b", 3) and len(parts.hex()) == 64
+
+
+# Credentials ---------------------------------------------------------------------------------------------------------
+
+SECRETS = {
+    "HF_TOKEN": "hf_QwErTyUiOpAsDfGhJk",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "AWS_SECRET_ACCESS_KEY": "pLaNtEd/SeCrEt+KeY/0123456789abcdefgh",
+    "GITHUB_TOKEN": "ghp_PlantedPlantedPlanted",
+    "DB_PASSWORD": "correct-horse-battery",
+    "PGPASSWORD": "staple-horse-battery",
+    "SOME_CLIENT_SECRET": "planted-client-secret",
+}
+URL = "https://someone:planted-url-password@example.org/data"
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_credentials_and_passwords_of_urls_are_replaced_by_marks(planted: None) -> None:
+    for name, value in SECRETS.items():
+        assert redact(f"--token={value}!") == f"--token=<{name}>!"
+    assert redact(f"GET {URL}") == "GET https://***@example.org/data"
+    assert redact(str(Path(URL))) == "https:/***@example.org/data"  # a path makes one slash of two
+
+
+def test_what_is_written_as_json_holds_no_credential_at_any_depth(planted: None, tmp_path: Path) -> None:
+    token = SECRETS["HF_TOKEN"]
+    content = {"a": [token, {"b": (URL, 3, None)}], token: 1.5}
+    expected = {"a": ["<HF_TOKEN>", {"b": ("https://***@example.org/data", 3, None)}], "<HF_TOKEN>": 1.5}
+    assert redact_record(content) == expected
+    write_json(tmp_path / "run.json", content)
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(expected)) and token not in text
+
+
+def test_what_is_no_credential_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHORT_KEY", "cat")  # too short: it would blank half of what is said
+    monkeypatch.setenv("SSH_KEY", str(tmp_path))  # where a key lies, not a key
+    monkeypatch.setenv("KEYBOARD_LAYOUT", "layout-of-keys")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
+    text = f"the cat sat on {tmp_path}, layout-of-keys, parallelism, https://example.org/a@b, mail me@example.org"
+    assert redact(text) == text

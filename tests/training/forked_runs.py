@@ -1,0 +1,296 @@
+"""Runs a tiny training in forks of one process, kills them, and lets several be ranks, for test_forked_runs.py.
+
+A start of Python with torch and transformers takes seconds, a fork of one that has them none. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from sample_texts import WORDS, sentences
+from transformers import BertConfig, BertTokenizerFast, set_seed
+from transformers.utils import logging as transformers_logging
+
+import contaccum.losses
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.errors import ConfigError, UserError
+
+UPDATES = 12
+ROOT = Path(sys.argv[2])
+
+
+def build(tied: bool = True) -> DualEncoder:
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), *WORDS]
+    tokenizer = BertTokenizerFast(vocab={t: i for i, t in enumerate(dict.fromkeys(tokens))}, model_max_length=64)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    set_seed(7)
+    return DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=True, tokenizer=tokenizer)
+
+
+def trainer_in(folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, **given: Any) -> ContAccumTrainer:
+    columns = {"query": sentences(rows, 1), "positive": sentences(rows, 2, 9)}
+    columns |= {f"negative_{i}": sentences(rows, 2 + i) for i in range(1, negatives + 1)}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": UPDATES,
+        "learning_rate": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "logging_steps": 1000,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 5,
+    } | given
+    if settings.get("method", "contaccum") in ("contaccum", "pre_batch"):
+        settings.setdefault("bank_size", 10)
+    args = ContAccumTrainingArguments(output_dir=str(folder), **settings)
+    return ContAccumTrainer(model or build(), args, Dataset.from_dict(columns), quiet=True)
+
+
+def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
+    """All that a run came to, for comparison."""
+    optimizer: Any = trainer.optimizer
+    state = {f"model.{k}": v for k, v in trainer.model.state_dict().items()}
+    for index, loss in enumerate(trainer.bank_losses()):
+        state |= {f"bank.{index}.{k}": v for k, v in loss.bank_state_dict().items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{index}.{k}": torch.as_tensor(v) for k, v in values.items()}
+    state["random"] = torch.get_rng_state()
+    log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    log = [
+        {k: v for k, v in line.items() if k not in ("seconds", "pairs_per_second", "peak_memory_mb")} for line in log
+    ]
+    if trainer.args.process_index == 0:
+        torch.save({"state": state, "log": log}, folder / "outcome.pt")
+
+
+def train(folder: Path, **settings: Any) -> None:
+    """Train on from the last checkpoint, if there is one, to the end."""
+    trainer = trainer_in(folder, **settings)
+    trainer.train(resume_from_checkpoint="auto")
+    outcome(folder, trainer)
+
+
+def fork(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            work()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except Exception:
+        (ROOT / f"error-{os.getpid()}.txt").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill(kills: int) -> dict[str, Any]:
+    """One run to its end, and others that are killed again and again, each time within a few updates of its resume.
+
+    When to kill is counted in micro-steps first, since a busy machine may take any time for one, and then in seconds:
+    anywhere within an update and the save after it. A run that ends before it is killed makes room for another.
+    """
+    codes = [wait(fork(lambda: train(ROOT / "straight")))]
+    log = [json.loads(line) for line in (ROOT / "straight" / "train_log.jsonl").read_text().splitlines()]
+    update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
+    sample = random.Random(3)
+    killed, reached, folders = 0, [], [ROOT / "killed-0"]
+    while killed < kills:
+        folder = folders[-1]
+        reading, writing = os.pipe()
+
+        def reporting(folder: Path = folder, writing: int = writing) -> None:
+            step = ContAccumTrainer.micro_step
+
+            def reported(*args: Any, **kwargs: Any) -> Any:
+                os.write(writing, b"x")
+                return step(*args, **kwargs)
+
+            ContAccumTrainer.micro_step = reported  # type: ignore[method-assign]
+            train(folder)
+
+        child = fork(reporting)
+        os.close(writing)
+        for _ in range(sample.randint(4, 9)):
+            os.read(reading, 1)  # one more micro-step begins, or all are done
+        time.sleep(sample.uniform(0, update))
+        os.kill(child, signal.SIGKILL)
+        code = wait(child)
+        os.close(reading)
+        if code == -signal.SIGKILL:
+            killed += 1
+            reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
+        else:
+            codes.append(code)
+            folders.append(ROOT / f"killed-{len(folders)}")
+    codes.append(wait(fork(lambda: train(folders[-1]))))
+    return {"codes": codes, "killed": killed, "reached": reached, "folders": [folder.name for folder in folders]}
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "in_batch": {"method": "in_batch", "gradient_accumulation_steps": 1},
+    "grad_accum": {"method": "grad_accum", "negatives": 1},
+    "grad_cache": {"method": "grad_cache", "negatives": 1},
+    "grad_cache, untied": {"method": "grad_cache", "tied": False},
+    "contaccum": {"balance_grad_norms": "geometric", "max_grad_norm": 0.5},
+    "contaccum, untied": {"tied": False, "negatives": 1, "balance_grad_norms": "geometric", "max_grad_norm": 0.5},
+    "pre_batch": {"method": "pre_batch", "negatives": 1},
+}
+SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+COMMON = {"rows": 48, "max_steps": 2, "save_strategy": "no", "bank_size": 20} | SGD
+
+
+def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
+    """Model and settings of a case whose micro-batches on all ranks are the same eight pairs."""
+    given = {**COMMON, **CASES[name], "per_device_train_batch_size": 8 // ranks}
+    keeps_bank = given.get("method", "contaccum") in ("contaccum", "pre_batch")
+    if not keeps_bank:
+        del given["bank_size"]
+        given["gather_across_devices"] = ranks > 1
+    return build(given.pop("tied", True)).double(), given
+
+
+def reductions(trainer: ContAccumTrainer) -> list[int]:
+    """Counts how often DDP reduces the gradients of all parameters."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from transformers import TrainerCallback
+
+    counted: list[int] = []
+
+    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        counted.extend([1] * bucket.is_last())
+        return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+    class Hook(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            trainer.model_wrapped.register_comm_hook(None, reduce)
+
+    trainer.add_callback(Hook())
+    return counted
+
+
+def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
+    """The same work in as many forks, which are the ranks of one group; returns their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def rank(number: int) -> None:
+        # Models first: among ranks, transformers lets only the first write what it is loaded from.
+        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        work(number)
+
+    return [wait(child) for child in [fork(lambda number=number: rank(number)) for number in range(count)]]
+
+
+def ranks() -> dict[str, Any]:
+    """Every case on one rank, on two, and some on four; runs stopped by a signal to one rank, and resumed elsewhere."""
+    contaccum.losses.PAIRS_PER_PROBE = 20
+    codes: dict[str, list[int]] = {}
+    models = {name: {r: as_one(name, r) for r in (1, 2, 4)} for name in CASES}
+
+    def case(name: str, count: int, number: int = 0) -> None:
+        model, given = models[name][count]
+        folder = ROOT / f"{name}-{count}"
+        trainer = trainer_in(folder, model, ddp_backend="gloo" if count > 1 else None, **given)
+        counted = reductions(trainer) if count > 1 else []
+        trainer.train()
+        trainer.accelerator.wait_for_everyone()
+        outcome(folder, trainer)
+        (folder / f"reductions-{number}").write_text(str(sum(counted)))
+
+    codes["1"] = [wait(fork(lambda: [case(name, 1) for name in CASES]))]  # type: ignore[arg-type]  # the list is no matter
+    codes["2"] = on_ranks(2, lambda number: [case(name, 2, number) for name in CASES])  # type: ignore[arg-type]  # as above
+    codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4, number))
+
+    sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
+    model = build()
+
+    def several(folder: Path, number: int, stop_in: int | None = None, **more: Any) -> None:
+        trainer = trainer_in(folder, model, ddp_backend="gloo", **{**sizes, "gather_across_devices": True, **more})
+        step, done = trainer.micro_step, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == stop_in and number == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return step(*args, **kwargs)
+
+        trainer.micro_step = counted  # type: ignore[method-assign]
+        trainer.train(resume_from_checkpoint="auto")
+        outcome(folder, trainer)
+
+    codes["straight"] = on_ranks(2, lambda number: several(ROOT / "ranks", number))
+    codes["stopped"] = on_ranks(2, lambda number: several(ROOT / "stopped", number, stop_in=4))
+    shutil.copytree(ROOT / "stopped", ROOT / "alone")
+    codes["resumed"] = on_ranks(2, lambda number: several(ROOT / "stopped", number))
+    codes["alone"] = [wait(fork(lambda: train(ROOT / "alone", model=model, gather_across_devices=True, **sizes)))]
+    own = {"gather_across_devices": False, "max_steps": 2}
+    codes["own"] = on_ranks(2, lambda number: several(ROOT / "own", number, **own))
+
+    def refused() -> None:
+        try:
+            train(ROOT / "own", model=model, **sizes)
+        except UserError as error:
+            assert "banks of 2 ranks" in str(error), str(error)
+        else:
+            raise AssertionError
+
+    codes["refused"] = [wait(fork(refused))]
+
+    def looks_for_unused(number: int) -> None:
+        try:
+            trainer_in(ROOT / "unused", models["contaccum, untied"][2][0], ddp_find_unused_parameters=True)
+        except ConfigError as error:
+            assert "ddp_find_unused_parameters=true with two towers" in str(error)
+        else:
+            raise AssertionError
+
+    codes["unused"] = on_ranks(2, looks_for_unused)
+    return {"codes": codes, "cases": list(CASES)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    print(json.dumps(ranks() if sys.argv[1] == "ranks" else kill(int(sys.argv[1]))))

@@ -1,0 +1,354 @@
+"""Updates that run out of memory or are not finite: pairs per update stay, nothing is lost, nothing bad is applied."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import SAVES, differing, log_of, pairs, state_of
+
+from contaccum import ContAccumTrainer
+from contaccum.errors import ConfigError, UserError
+from contaccum.training import memory
+from contaccum.training.memory import largest_that_fits, longest_rows, split_rows
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def runs_out(trainer: Any, place: str, visits: set[int], fits: int) -> None:
+    """Memory runs out at the given visits of a place with more rows than fit."""
+    count = 0
+
+    def check(rows: int) -> None:
+        nonlocal count
+        count += 1
+        if rows > fits and count in visits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def before(module: Any, arguments: Any) -> None:
+        task = {"queries": "query", "passages": "document"}.get(place)
+        if torch.is_grad_enabled() and module.training and arguments[0].get("task") == task:
+            check(len(arguments[0]["input_ids"]))
+
+    def after(module: Any, arguments: Any, output: Any) -> None:
+        if place == "backward" and torch.is_grad_enabled() and arguments[0].get("task") == "query":
+            # The queries' part comes last: the passages' gradients are in the weights by then.
+            output["sentence_embedding"].register_hook(lambda gradient: check(len(gradient)))
+
+    trainer.model.register_forward_pre_hook(before)
+    trainer.model.register_forward_hook(after)
+
+
+ALWAYS = set(range(999))
+
+
+@pytest.mark.parametrize("place", ["queries", "passages", "backward"])
+def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(
+    trainer_in: Any, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses without a bank: the gradient is then that of the smaller micro-batches, wherever memory ran out."""
+    settings = {"data": pairs(36, 1), "method": "grad_accum"}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+    expected = trainer_in(tmp_path / "small", **settings, **sizes)
+    expected.train()
+    trainer = trainer_in(tmp_path / "out", **settings)
+    # sentence-transformers encodes positives and hard negatives together.
+    runs_out(trainer, place, ALWAYS, fits=4 if place == "passages" else 2)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    (line,) = [x for x in caplog.messages if "out of memory" in x]
+    assert "update 1: out of memory at a micro-batch of 4 (CUDA out of memory" in line
+    assert "from here on it is 2" in line and "pairs per update stay" in line
+    one, other = state_of(expected), state_of(trainer)
+    assert max((one[key].float() - other[key].float()).abs().max() for key in one if key.startswith("model")) < 1e-6
+    for ours, theirs in zip(log_of(tmp_path / "out"), log_of(tmp_path / "small"), strict=True):
+        assert ours["pairs"] == theirs["pairs"] == 12
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm_query"] == pytest.approx(theirs["grad_norm_query"], rel=1e-4)
+
+
+def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(
+    trainer_in: Any, tmp_path: Path
+) -> None:
+    trainer = trainer_in(tmp_path / "a", dropout=0.1, **SAVES)
+    runs_out(trainer, "passages", {5}, fits=2)  # the second micro-batch of the second update, before its loss
+    trainer.train()
+    assert trainer.updates.rows_fit == 2
+    bank = trainer.loss.info_nce.bank
+    assert bank.pairs == 36
+    resumed = trainer_in(tmp_path / "b", dropout=0.1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert differing(state_of(trainer), state_of(resumed)) == []
+
+
+def test_a_part_of_the_gradient_that_had_begun_is_taken_back(trainer_in: Any, tmp_path: Path) -> None:
+    """In the backward pass of the last micro-batch: all of the update's are done again, in halves."""
+    trainer = trainer_in(tmp_path, 12, max_steps=1)
+    runs_out(trainer, "backward", {3}, fits=2)
+    trainer.train()
+    (line,) = log_of(tmp_path)
+    assert line["pairs"] == 12 and len(trainer.model[0].auto_model.config.to_dict()) > 0
+    assert trainer.loss.info_nce.bank.pairs == 24  # those of before are in the bank twice, and none is missing
+
+
+def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(trainer_in: Any, tmp_path: Path) -> None:
+    weights = []
+    for name, visits in (("fits", set()), ("runs_out", {1})):
+        trainer = trainer_in(tmp_path / name, method="grad_cache")
+        runs_out(trainer, "passages", visits, fits=2)
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert trainer.loss.mini_batch_size == 2
+    assert (weights[0] - weights[1]).abs().max() < 1e-6
+
+
+def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path / "a")
+    runs_out(trainer, "queries", ALWAYS, fits=0)
+    with pytest.raises(UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"):
+        trainer.train()
+    trainer = trainer_in(tmp_path / "b", method="grad_accum")
+    runs_out(trainer, "queries", ALWAYS, fits=1)  # where a pair alone would have no negative
+    with pytest.raises(UserError, match="out of memory at a micro-batch of 2"):
+        trainer.train()
+
+
+def test_rows_are_split_with_their_shares() -> None:
+    inputs = {"a": torch.arange(7), "b": torch.arange(14).reshape(7, 2), "name": "x"}
+    parts = split_rows(inputs, 3)
+    assert [len(part["a"]) for part, _ in parts] == [3, 2, 2]
+    assert sum(share for _, share in parts) == pytest.approx(1.0)
+    assert torch.equal(torch.cat([part["b"] for part, _ in parts]), inputs["b"]) and parts[0][0]["name"] == "x"
+    with pytest.raises(UserError, match="cannot be split by rows"):
+        split_rows({"a": torch.zeros(4), "b": torch.zeros(3)}, 2)
+
+
+AUTO = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
+
+
+@pytest.mark.parametrize("place", ["passages", "backward"])
+def test_largest_micro_batch_that_fits_is_found_without_a_trace(trainer_in: Any, place: str, tmp_path: Path) -> None:
+    given = trainer_in(tmp_path / "given", dropout=0.1)
+    given.train()
+    found = trainer_in(tmp_path / "found", dropout=0.1, **AUTO)
+    runs_out(found, place, ALWAYS, fits=5)  # of 12, 6, 4, 3, 2 and 1
+    found.train()
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (4, 3)
+    assert found.args.total_train_batch_size == 12
+    assert differing(state_of(given), state_of(found)) == []
+
+
+def test_a_resumed_run_keeps_the_micro_batch_that_was_found(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, **AUTO, **SAVES)
+    runs_out(trainer, "passages", ALWAYS, fits=5)
+    trainer.train()
+    resumed = trainer_in(tmp_path, **AUTO, **SAVES)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # where 12 would fit now
+    assert resumed.args.per_device_train_batch_size == 4
+    assert differing(state_of(trainer), state_of(resumed)) == []
+
+
+def test_grad_cache_finds_what_it_encodes_at_once(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, method="grad_cache", **AUTO)
+    runs_out(trainer, "passages", ALWAYS, fits=5)
+    trainer.train()
+    assert trainer.args.grad_cache_mini_batch_size == trainer.loss.mini_batch_size == 4
+    assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
+
+
+def test_longest_texts_are_tried() -> None:
+    data = pairs(40)
+    rows = longest_rows(data, 3)
+    for column in ("query", "positive"):
+        assert sorted(len(row[column]) for row in rows) == sorted(map(len, data[column]))[-3:]
+
+
+def test_a_host_is_never_asked_for_more_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contaccum import ContAccumTrainingArguments
+
+    args = ContAccumTrainingArguments(output_dir=str(tmp_path), **AUTO)
+    sizes: list[int] = []
+    monkeypatch.setattr(memory, "_growth", lambda work: (work(), 100.0 * sizes[-1])[1])
+    monkeypatch.setattr(memory, "_room_on_host", lambda: 600.0)
+    args.gradient_accumulation_steps = 12
+    assert largest_that_fits(args, 1, sizes.append) == 6 and max(sizes) == 6  # though 12 would not have failed
+    monkeypatch.undo()
+    assert 90 < memory._growth(lambda: torch.ones(25_000_000).sum()) < 400 and memory._room_on_host() > 100
+
+
+def test_a_limit_is_given_to_cuda_as_a_share_of_the_card(
+    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Card:
+        total_memory = 80 * 2**30
+
+    given: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
+    with pytest.raises(ConfigError, match="only CUDA can keep a process below a limit"):
+        trainer_in(tmp_path, memory_limit_gb=11.0)
+    trainer = trainer_in(tmp_path)
+    trainer.args.memory_limit_gb = 11.0
+    ContAccumTrainer(trainer.model, trainer.args, pairs(4))
+    assert given == [11 / 80]
+
+
+# Numbers that are not finite -----------------------------------------------------------------------------------------
+
+
+def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
+    """Call ``act`` with the inputs before micro-step ``number`` of the run, from 1."""
+    done, step = 0, trainer.micro_step
+
+    def counted(model: Any, inputs: Any, share: float, last: bool) -> Any:
+        nonlocal done
+        done += 1
+        if done == number:
+            act(inputs)
+        return step(model, inputs, share, last)
+
+    trainer.micro_step = counted
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
+
+
+def spoil_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
+    """The next passages that are encoded are multiplied by ``factor``."""
+
+    def spoil(_: Any) -> None:
+        def once(module: Any, arguments: Any, output: Any) -> Any:
+            if arguments[0].get("task") == "document" and torch.is_grad_enabled():
+                handle.remove()
+                output["sentence_embedding"] = output["sentence_embedding"] * factor
+            return output
+
+        handle = trainer.model.register_forward_hook(once)
+
+    return spoil
+
+
+def spoil_gradient(trainer: Any, factor: float) -> Callable[[Any], None]:
+    """The next gradient of one weight is multiplied by ``factor``."""
+
+    def spoil(_: Any) -> None:
+        def once(gradient: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            return gradient * factor
+
+        handle = next(p for p in trainer.model.parameters() if p.requires_grad).register_hook(once)
+
+    return spoil
+
+
+@pytest.mark.parametrize("method", ["contaccum", "grad_accum"])
+@pytest.mark.parametrize("factor", [math.nan, math.inf], ids=["nan", "inf"])
+def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
+    trainer_in: Any, method: str, factor: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_in(tmp_path, method=method)
+    blamed: list[str] = []
+    before: list[torch.Tensor] = []
+
+    def spoil(inputs: Any) -> None:  # micro-step 5: the second of update 2
+        before.append(weights(trainer))
+        blamed.extend(trainer.model.tokenizer.batch_decode(inputs["query_input_ids"], skip_special_tokens=True))
+        spoil_embeddings(trainer, factor)(inputs)
+
+    at_micro_step(trainer, 5, spoil)
+    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert torch.equal(before[0], before[1]) and not torch.equal(before[1], weights(trainer))
+    assert torch.isfinite(weights(trainer)).all()
+    second = log_of(tmp_path)[1]
+    assert second["skipped"] == "loss" and second["loss"] is None and second["micro_steps"] == [1]
+    assert sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed) and len(blamed) == 4
+    assert (
+        f"update 2: the loss is not finite (rows {', '.join(map(str, second['rows']))} of the training" in caplog.text
+    )
+    assert "skipped, 1 of max_skipped_updates=10" in caplog.text
+    if method == "contaccum":
+        assert torch.isfinite(trainer.loss.info_nce.bank.passages).all()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    before: list[torch.Tensor] = []
+    at_micro_step(trainer, 4, lambda _: before.append(weights(trainer)))
+    at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan))
+    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
+    trainer.train()
+    assert torch.equal(before[0], before[1])
+    line = log_of(tmp_path)[1]
+    assert line["skipped"] == "gradient" and line["micro_steps"] == [0, 1, 2] and len(set(line["rows"])) == 12
+    assert line["loss"] is not None and trainer.updates.skipped == 1
+    assert trainer.loss.info_nce.bank.pairs == 36  # its embeddings were fine
+
+
+def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, max_skipped_updates=1)
+    before: list[torch.Tensor] = []
+    at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
+    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
+    at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
+    with pytest.raises(UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"):
+        trainer.train()
+    assert torch.equal(before[0], weights(trainer))
+
+
+class Scaled:
+    """A gradient scaler on the CPU in the place that accelerate has one for fp16."""
+
+    def __init__(self, trainer: Any, scale: float) -> None:
+        self.trainer = trainer
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.unscaled_after: list[int] = []  # micro-steps of the update by then
+        trainer.accelerator.scaler = self.scaler
+        trainer.accelerator.unscale_gradients = self.unscale
+
+    def unscale(self, optimizer: Any = None) -> None:
+        self.unscaled_after.append(len(self.trainer.update.losses))
+        self.scaler.unscale_(self.trainer.optimizer.optimizer)  # raises where it was done already
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-2])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(
+    trainer_in: Any, max_grad_norm: float, tied: bool, tmp_path: Path
+) -> None:
+    plain = trainer_in(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
+    plain.train()
+    trainer = trainer_in(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
+    scaled = Scaled(trainer, 2.0**10)
+    trainer.train()
+    assert scaled.unscaled_after == [3, 3, 3]
+    assert torch.equal(weights(plain), weights(trainer))  # a power of two rounds nothing
+    for key in ("grad_norm_query", "grad_norm_passage", "loss"):
+        ours, theirs = ([line[key] for line in log_of(tmp_path / name)] for name in ("plain", "scaled"))
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_overflow_under_a_scaler_skips_the_update_costs_no_budget_and_resumes(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path / "a", **SAVES, max_skipped_updates=0)
+    scaled = Scaled(trainer, 2.0**10)
+    before: list[torch.Tensor] = []
+    at_micro_step(trainer, 4, lambda _: before.append(weights(trainer)))
+    at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
+    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
+    trainer.train()
+    assert torch.equal(before[0], before[1]) and trainer.updates.skipped == 0
+    assert scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1
+    line = log_of(tmp_path / "a")[1]
+    assert line["skipped"] == "overflow" and line["scale"] == 2.0**10
+    resumed = trainer_in(tmp_path / "b", **SAVES)
+    again = Scaled(resumed, 2.0**16)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert again.scaler.state_dict() == scaled.scaler.state_dict()
+    assert torch.equal(weights(trainer), weights(resumed))
