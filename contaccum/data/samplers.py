@@ -159,7 +159,7 @@ def take_row_facts(args: Any, dataset: Any) -> tuple[Any, dict[str | None, RowFa
             part = part.remove_columns(args.topic_column)
         if args.groups_by_length:
             rows = (row for batch in first_texts(part) for row in zip(*batch.values(), strict=True))
-            lengths = np.array([sum(len(text or "") for text in row) for row in rows])
+            lengths = np.array([sum(len(str(text or "")) for text in row) for row in rows])
         left[name], facts[name] = part, RowFacts(topics, lengths)
     return (type(dataset)(left) if isinstance(dataset, dict) else left[None]), facts
 

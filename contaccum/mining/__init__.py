@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contaccum.mining.filters import Selection, SelectionRules, select_negatives
-from contaccum.mining.miner import MinedNegatives, mine_hard_negatives
-from contaccum.mining.pool import MiningData
-from contaccum.mining.sources import load_mining_data
-from contaccum.mining.writer import write_mined
+from contaccum.mining.data import MiningData, load_mining_data
+from contaccum.mining.files import write_mined
+from contaccum.mining.miner import MinedNegatives, SelectionRules, mine_hard_negatives
 
 __all__ = [
     "MinedNegatives",
     "MiningData",
-    "Selection",
     "SelectionRules",
     "load_mining_data",
     "mine_hard_negatives",
-    "select_negatives",
     "write_mined",
 ]

@@ -1,50 +1,109 @@
-"""Mining hard negatives in Python: `mine_hard_negatives(model, data)`.
+"""Hard negatives for training data: passages that score high for a query and are not known to be relevant.
 
-Searches candidates, applies the rules, and keeps the result as rows and scores; `writer` turns it into files. Queries
-are worked off in blocks: memory holds the passages and the result, but never all candidates of all queries.
+FAISS with a model, or BM25, finds candidates; sentence-transformers' `mine_hard_negatives` decides which of them become
+negatives. Here is what that lacks: data of every format, copies of positives under other spelling, ids or titles, any
+index or similarity, a cross-encoder whose margin holds beside the others. Reading data, writing files, and when to mine
+while training are others' business.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import io
+import random
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from contaccum.data.passages import Passage
-from contaccum.errors import ConfigError, DataError
-from contaccum.mining.candidates import BM25Search, CandidateSearch, DenseSearch, check_bm25
-from contaccum.mining.filters import SelectionRules, select_negatives
-from contaccum.mining.pool import MiningData
-from contaccum.mining.rescoring import CrossEncoderScores
-from contaccum.mining.sources import load_mining_data
+from contaccum.data import Passage, passage_text
+from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.mining.cross_encoder import second_opinion
+from contaccum.mining.data import MiningData, load_mining_data
+from contaccum.retrieval.bm25 import BM25Index, best_rows, check_bm25
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+METHODS = ("dense", "bm25")
 
-OnTooFew = Literal["drop", "keep"]
+# Candidates per wanted negative where a rule may drop some, as in sentence-transformers.
+_SPARE = 10
+# torch.quantile, of which the statistics are made, takes no more numbers.
+_STATISTICS_OF = 2**24
 
-# Queries in a block, and scores in a block: some 100 MB of scores, rows and masks.
-_BLOCK_QUERIES = 16_384
-_BLOCK_SCORES = 4_000_000
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelectionRules:
+    """What a negative must be like: sentence-transformers' rules by their names, and those of docs/mining.md.
+
+    s is the score of a candidate, p the lowest of its query's positives. `range_max` None is `num_negatives` +
+    `range_min`, with 10 `num_negatives` where a rule may drop candidates or sampling may choose.
+    """
+
+    num_negatives: int = 3  # per query
+    range_min: int = 0  # skip so many of the closest of what the score rules leave
+    range_max: int | None = None  # no candidate beyond this rank; known positives have no rank
+    absolute_margin: float | None = None  # keep s <= p - margin
+    relative_margin: float | None = None  # keep s <= p - margin * abs(p)
+    max_score: float | None = None
+    min_score: float | None = None
+    cross_encoder_margin: float | None = None  # keep what it scores at least this far below the positives (logits)
+    sampling: Literal["top", "random"] = "top"
+    seed: int = 0  # of random sampling
+
+    def check(self) -> None:
+        """Raise `ConfigError` for rules that are out of range or leave no room for the negatives."""
+        for name, least in (("num_negatives", 1), ("range_min", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        room = self.range_min + self.num_negatives
+        if self.range_max is not None and self.range_max < room:
+            what = f"num_negatives={self.num_negatives} after range_min={self.range_min}"
+            raise ConfigError(f"range_max={self.range_max} leaves no room for {what}; raise it to {room} or more")
+        if self.relative_margin is not None and not 0 <= self.relative_margin <= 1:
+            what = "0.05 keeps what scores up to 95 % of the positive's score"
+            raise ConfigError(f"relative_margin={self.relative_margin} must be between 0 and 1: {what}")
+        if self.max_score is not None and self.min_score is not None and self.max_score < self.min_score:
+            raise ConfigError(f"max_score={self.max_score} is below min_score={self.min_score}: nothing could be kept")
+        check_choice("sampling", self.sampling, ("top", "random"))
+
+    @property
+    def depth(self) -> int:
+        """How many candidates of a query, known positives apart, are considered."""
+        if self.range_max is not None:
+            return self.range_max
+        names = ("absolute_margin", "relative_margin", "max_score", "min_score", "cross_encoder_margin")
+        choosy = self.sampling == "random" or any(getattr(self, name) is not None for name in names)
+        return self.range_min + self.num_negatives * (_SPARE if choosy else 1)
+
+
+# Mining --------------------------------------------------------------------------------------------------------------
 
 
 class Scored(NamedTuple):
     """A passage with its score towards a query, and that of a cross-encoder where it was asked."""
 
-    document: Passage
+    id: str
+    title: str
+    text: str
     score: float
     cross_encoder_score: float | None = None
+
+    @property
+    def passage(self) -> str:
+        """Title, space, text."""
+        return passage_text(self.title, self.text)
+
+
+def _scored(document: Passage, score: float, of_cross_encoder: float | None = None) -> Scored:
+    return Scored(document.id, document.title, document.text, score, of_cross_encoder)
 
 
 class MinedQuery(NamedTuple):
     """One query with all its known positives, the first `pair_count` of which make pairs, and its negatives."""
 
-    id: str
+    query_id: str
     query: str
     positives: list[Scored]
     pair_count: int
@@ -56,15 +115,13 @@ class MinedNegatives:
     """What `mine_hard_negatives` found, for Q queries.
 
     Attributes:
-        data: queries and passages; rows are its.
-        rules: what the negatives obey.
-        rows: (Q, num_negatives) int64, best first, -1 where there are fewer.
+        data, rules: what it was given.
+        rows: (Q, num_negatives) int64, rows of `data.documents`, best first, -1 where there are fewer.
         scores: the same shape, -inf where there are fewer.
         positive_scores: for each query the scores of `data.positives`.
         cross_encoder_scores: like `scores`, NaN where there are none; None without a cross-encoder.
-        candidates, dropped, rescored: see `Selection`, over all queries.
-        search: the settings of the search.
-        timing: seconds per stage.
+        statistics: lines in which sentence-transformers says what the rules dropped, and how scores are spread.
+        search: its settings.
     """
 
     data: MiningData
@@ -73,71 +130,38 @@ class MinedNegatives:
     scores: np.ndarray
     positive_scores: list[np.ndarray]
     cross_encoder_scores: np.ndarray | None = None
-    candidates: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    rescored: int = 0
+    statistics: list[str] = field(default_factory=list)
     search: dict[str, Any] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=dict)
 
-    def queries(self, on_too_few: OnTooFew = "drop") -> Iterator[MinedQuery]:
-        """The queries in the order of the data. "drop" leaves out those with fewer than `num_negatives`."""
+    @property
+    def queries(self) -> list[MinedQuery]:
+        """All queries, in the order of the data."""
+        return list(map(self._query, range(len(self.rows))))
+
+    def _query(self, number: int) -> MinedQuery:
+        documents, second = self.data.documents, self.cross_encoder_scores
+        positives = zip(self.data.positives[number], self.positive_scores[number].tolist(), strict=True)
+        found = [_scored(documents[row], score) for row, score in positives]
+        negatives = []
+        for at, row in enumerate(self.rows[number].tolist()):
+            if row >= 0:
+                of_cross_encoder = None if second is None else float(second[number, at])
+                negatives.append(_scored(documents[row], float(self.scores[number, at]), of_cross_encoder))
         data = self.data
-        for number, rows in enumerate(self.rows.tolist()):
-            negatives = [
-                Scored(data.documents[row], float(self.scores[number, place]), self._second(number, place))
-                for place, row in enumerate(rows)
-                if row >= 0
-            ]
-            if on_too_few == "drop" and len(negatives) < self.rules.num_negatives:
-                continue
-            positives = [
-                Scored(document, score)
-                for document, score in zip(
-                    data.positive_documents[number], self.positive_scores[number].tolist(), strict=True
-                )
-            ]
-            yield MinedQuery(
-                data.query_ids[number], data.queries[number], positives, data.pair_counts[number], negatives
-            )
+        return MinedQuery(data.query_ids[number], data.queries[number], found, data.pair_counts[number], negatives)
 
-    def dataset(self) -> Dataset:
-        """Training data: a row for each pair of every query that has `num_negatives`, with the columns "query",
-        "positive", "negative_1" .. "negative_h" that `ContAccumTrainer` and sentence-transformers' losses read.
-
-        Raises:
-            DataError: no query has enough negatives.
-        """
-        from datasets import Dataset
-
-        self.require_full_queries()
-        columns: dict[str, list[str]] = {"query": [], "positive": []}
-        columns |= {f"negative_{place}": [] for place in range(1, self.rules.num_negatives + 1)}
-        for query in self.queries("drop"):
-            negatives = [negative.document.passage for negative in query.negatives]
-            for positive in query.positives[: query.pair_count]:
-                texts = (query.query, positive.document.passage, *negatives)
-                for column, text in zip(columns.values(), texts, strict=True):
-                    column.append(text)
-        return Dataset.from_dict(columns)
-
-    def require_full_queries(self) -> None:
-        """Raise `DataError` when no query has `num_negatives` negatives."""
-        if not (self.rows >= 0).all(axis=1).any():
-            raise DataError(
-                f"{self.data.record['path']}: no query has {self.rules.num_negatives} negatives (lower num_negatives, "
-                "loosen the rules, or use on_too_few keep)"
-            )
-
-    def _second(self, number: int, place: int) -> float | None:
-        return None if self.cross_encoder_scores is None else float(self.cross_encoder_scores[number, place])
-
-    def counts(self, on_too_few: OnTooFew = "drop") -> dict[str, int]:
-        """Queries by how many negatives they have, and the pairs and queries that `on_too_few` leaves."""
+    def record(self, on_too_few: str = "drop") -> dict[str, Any]:
+        """Settings, counts and timing, for a report; counts are of what `on_too_few` leaves."""
         found = (self.rows >= 0).sum(axis=1)
         full = found == self.rules.num_negatives
         left = full if on_too_few == "drop" else np.ones_like(full)
         pairs = np.array(self.data.pair_counts)
+        negative = self.scores[self.rows >= 0]
         return {
+            "data": self.data.record,
+            "search": self.search,
+            "rules": {**asdict(self.rules), "range_max": self.rules.depth},
+            "on_too_few": on_too_few,
             "queries": len(found),
             "queries_with_fewer": int((~full & (found > 0)).sum()),
             "queries_with_none": int((found == 0).sum()),
@@ -145,103 +169,95 @@ class MinedNegatives:
             "pairs": int(pairs.sum()),
             "pairs_kept": int(pairs[left].sum()),
             "negatives_kept": int(found[left].sum()),
-        }
-
-    def record(self, on_too_few: OnTooFew = "drop") -> dict[str, Any]:
-        """Settings, counts and timing, for a report."""
-        positive = np.concatenate(self.positive_scores)
-        negative = self.scores[self.rows >= 0]
-        return {
-            "data": self.data.record,
-            "search": self.search,
-            "rules": {**asdict(self.rules), "range_max": self.rules.depth},
-            "candidates": self.candidates,
-            "dropped_by_rule": dict(self.dropped),
-            "cross_encoder_read": self.rescored,
-            "on_too_few": on_too_few,
-            **self.counts(on_too_few),
-            "mean_positive_score": float(positive.mean()),
+            "mean_positive_score": float(np.concatenate(self.positive_scores).mean()),
             "mean_negative_score": float(negative.mean()) if len(negative) else None,
-            "timing": self.timing,
+            "statistics": self.statistics,
         }
 
 
 def mine_hard_negatives(
-    model: Any,
-    data: MiningData | str | os.PathLike[str] | Iterable[Mapping[str, Any] | Sequence[Any]],
-    corpus: str | os.PathLike[str] | Iterable[Mapping[str, Any] | str] | None = None,
-    rules: SelectionRules | None = None,
-    method: Literal["dense", "bm25"] = "dense",
+    data: Any,
+    model: Any = None,
+    *,
+    method: str = "dense",
     cross_encoder: Any = None,
     similarity: Literal["cos", "dot"] | None = None,
     index: str = "Flat",
     index_parameters: str | None = None,
     batch_size: int = 32,
     autocast_dtype: str | None = None,
-    use_gpu: bool | Literal["auto"] = "auto",
     bm25_k1: float = 0.9,
     bm25_b: float = 0.4,
     show_progress: bool = True,
+    **rules: Any,
 ) -> MinedNegatives:
     """Find for each query of training data passages that score high and are not known to be relevant.
 
-    A known positive of a query is every passage that the data pair with its text, or judge above 0 for it. None of them
-    becomes its negative, nor does any passage of the same text (white space and case apart, with or without a title)
-    or, in BEIR data, the same id, nor a passage that repeats the query.
-
-    A model in training may be asked too: it is put in eval mode, without gradients, and back in the mode that it had;
-    its weights and the random state stay as they are, and no file is written.
+    A model in training may be asked too: it is back in its mode afterwards; its weights and the random state stay as
+    they are, and no file is written.
 
     Args:
+        data: a `MiningData`, or what `load_mining_data` takes.
         model: a SentenceTransformer, or an object with `encode_queries` and `encode_corpus` as BEIR calls them; None
             for BM25.
-        data, corpus: what `load_mining_data` takes, files or records in memory; or what it gave, which saves reading
-            and comparing texts where the same data are mined again.
-        rules: what a negative must be like; None: the 3 best.
         method: "dense", or "bm25" where there is no model yet that is worth asking.
-        cross_encoder: a sentence-transformers CrossEncoder; `rules.cross_encoder_margin` says how it is used.
-        similarity, index, index_parameters, batch_size, autocast_dtype, use_gpu: see `DenseSearch`.
-        bm25_k1, bm25_b: see `BM25Search`.
+        cross_encoder: a sentence-transformers CrossEncoder with one output; `cross_encoder_margin` is 3.0 then, if it
+            is not given.
+        similarity: "cos" or "dot"; None is the model's own.
+        index, index_parameters: see `build_index`.
+        batch_size, autocast_dtype: see `encode_texts`.
+        bm25_k1, bm25_b: see `BM25Index`.
+        rules: fields of `SelectionRules`, by name.
 
     Raises:
         ConfigError: settings that cannot work, before anything is encoded.
-        DataError: data that cannot be used.
+        DataError: data that cannot be used, or no negative for any query.
         UserError: a model that gives NaN or infinity.
-
-    Example::
-
-        mined = mine_hard_negatives(model, "pairs.jsonl", rules=SelectionRules(relative_margin=0.05, num_negatives=4))
-        write_mined(mined, "hard.jsonl")  # or mined.dataset(), to train on at once
     """
-    rules = rules or SelectionRules()
-    check_settings(rules, method, model is not None, cross_encoder is not None, bm25_k1, bm25_b)
+    if cross_encoder is not None:
+        rules = {"cross_encoder_margin": 3.0, **rules}
+    checked = SelectionRules(**rules)
+    check_settings(checked, method, model is not None, cross_encoder is not None, bm25_k1, bm25_b)
     if not isinstance(data, MiningData):
-        data = load_mining_data(data, corpus)
-    elif corpus is not None:
-        raise ConfigError("corpus is read together with the data: pass it to load_mining_data")
-    rescorer = CrossEncoderScores(cross_encoder, data, batch_size, show_progress) if cross_encoder is not None else None
-    search: CandidateSearch
+        data = load_mining_data(data)
+    k = min(checked.depth + max(map(len, data.excluded)), data.pool_size)
     if method == "bm25":
-        search = BM25Search(data, bm25_k1, bm25_b, show_progress)
+        search: dict[str, Any] = {"method": "bm25", "k1": bm25_k1, "b": bm25_b}
+        found = _search_bm25(data, k, bm25_k1, bm25_b, show_progress)
     else:
-        search = DenseSearch(
-            model, data, similarity, index, index_parameters, batch_size, autocast_dtype, use_gpu, show_progress
-        )
-    mined = _mine(data, rules, search, rescorer, show_progress)
-    mined.search, mined.timing = search.record(), mined.timing | search.timing
-    if rescorer is not None:
-        mined.timing["cross_encoder_seconds"] = rescorer.seconds
-        mined.timing["select_seconds"] -= rescorer.seconds
-    return mined
+        encoding = (batch_size, autocast_dtype, show_progress)
+        search, found = _search_dense(data, model, k, similarity, index, index_parameters, encoding)
+    scores, rows, positive_scores = found
+    for number, out in enumerate(data.excluded):
+        scores[number, np.isin(rows[number], out)] = -np.inf
+    lowest = np.array([values.min() for values in positive_scores], dtype=np.float32)
+    chosen, statistics = _choose(scores, lowest, checked, cross_encoder is not None)
+    second = None
+    if cross_encoder is not None:
+        seed = checked.seed if checked.sampling == "random" else None
+        margin = checked.cross_encoder_margin or 0.0
+        settings = (checked.num_negatives, margin, seed, batch_size)
+        chosen, second = second_opinion(data, rows, chosen, cross_encoder, *settings)
+    if not (chosen >= 0).any():
+        what = "loosen the rules, raise range_max, or give a larger corpus"
+        raise DataError(f"{data.record['path']}: no query has a negative left ({what})")
+    there = chosen >= 0
+    mined_rows = np.where(there, np.take_along_axis(rows, np.maximum(chosen, 0), axis=1), -1)
+    mined_scores = np.where(there, np.take_along_axis(scores, np.maximum(chosen, 0), axis=1), -np.inf)
+    return MinedNegatives(data, checked, mined_rows, mined_scores, positive_scores, second, statistics, search)
 
 
 def check_settings(
-    rules: SelectionRules, method: str, has_model: bool, has_cross_encoder: bool, bm25_k1: float, bm25_b: float
+    rules: SelectionRules,
+    method: str,
+    has_model: bool,
+    has_cross_encoder: bool,
+    bm25_k1: float = 0.9,
+    bm25_b: float = 0.4,
 ) -> None:
     """Raise `ConfigError` for settings that cannot work together; cheap, before data or models are loaded."""
     rules.check()
-    if method not in ("dense", "bm25"):
-        raise ConfigError(f"method must be dense or bm25, got {method!r}")
+    check_choice("method", method, METHODS)
     if has_model != (method == "dense"):
         mend = "method bm25 uses no MODEL: leave it out" if has_model else "method dense needs a MODEL (or use bm25)"
         raise ConfigError(mend)
@@ -251,70 +267,133 @@ def check_settings(
         check_bm25(bm25_k1, bm25_b)
 
 
-def _mine(
+# Candidates ----------------------------------------------------------------------------------------------------------
+
+# Scores float32 and rows int64 (Q, k), best first, row -1 for none; and the scores of each query's positives.
+_Found = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+
+
+def _search_dense(
     data: MiningData,
-    rules: SelectionRules,
-    search: CandidateSearch,
-    rescorer: CrossEncoderScores | None,
-    show_progress: bool,
-) -> MinedNegatives:
+    model: Any,
+    k: int,
+    similarity: Literal["cos", "dot"] | None,
+    index: str,
+    index_parameters: str | None,
+    encoding: tuple[int, str | None, bool],
+) -> tuple[dict[str, Any], _Found]:
+    """The settings that were used, and what a model and FAISS find."""
+    from contaccum.retrieval.encode import encode_corpus, encode_queries
+    from contaccum.retrieval.exact import prepared
+    from contaccum.retrieval.index import build_index, check_factory, search
+    from contaccum.retrieval.searcher import FaissSearcher
+
+    metric = FaissSearcher(model).metric(similarity)
+    if hasattr(model, "get_embedding_dimension"):
+        check_factory(index, model.get_embedding_dimension(), data.pool_size, metric, index_parameters)
+    documents = [{"title": document.title, "text": document.text} for document in data.documents]
+    passages, queries = encode_corpus(model, documents, *encoding), encode_queries(model, data.queries, *encoding)
+    built = build_index(passages[: data.pool_size], index, metric, parameters=index_parameters)
+    scores, rows = search(built, queries, k)
+    queries, _ = prepared(queries, metric, "query embedding")
+    positives = [
+        prepared(passages[of_query], metric, "document embedding")[0] @ queries[number]
+        for number, of_query in enumerate(data.positives)
+    ]
+    about = {"similarity": metric, "index": built.factory, "index_parameters": built.parameters, "gpus": built.gpus}
+    about |= {"precision": encoding[1] or "float32", "dimension": built.dimension}
+    return {"method": "dense", **about}, (scores, rows, positives)
+
+
+def _search_bm25(data: MiningData, k: int, k1: float, b: float, show_progress: bool) -> _Found:
+    """What BM25 finds. Positives from outside the pool are part of its statistics, so that they have a score."""
     from tqdm.auto import tqdm
 
-    count = len(data.queries)
-    shape = (count, rules.num_negatives)
-    nothing: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * count
-    mined = MinedNegatives(data, rules, np.full(shape, -1, np.int64), np.full(shape, -np.inf, np.float32), nothing)
-    if rescorer is not None:
-        mined.cross_encoder_scores = np.full(shape, np.nan)
-    selecting = 0.0
-    with tqdm(total=count, unit=" queries", desc="Mining", disable=not show_progress) as progress:
-        for numbers, k in _blocks(data, rules):
-            scores, rows, positive_scores = search.find(numbers, k)
-            started = time.perf_counter()
-            for number, values in zip(numbers.tolist(), positive_scores, strict=True):
-                mined.positive_scores[number] = values
-            selection = select_negatives(
-                scores,
-                rows,
-                np.array([values.min() for values in positive_scores]),
-                rules,
-                {
-                    "known_positive": data.marked(data.excluded, numbers, rows),
-                    "same_as_query": data.marked(data.same_as_query, numbers, rows),
-                },
-                numbers,
-                rescorer,
+    index = BM25Index([d.passage for d in data.documents], data.record["path"], k1, b, show_progress)
+    scores = np.full((len(data.queries), k), -np.inf, dtype=np.float32)
+    rows: np.ndarray = np.full(scores.shape, -1, dtype=np.int64)
+    positives = []
+    for number, query in enumerate(tqdm(data.queries, desc="Searching", disable=not show_progress)):
+        of_all = index.scores(query)
+        of_all = np.zeros(len(data.documents), dtype=np.float32) if of_all is None else of_all
+        positives.append(of_all[data.positives[number]])
+        best = best_rows(of_all[: data.pool_size], k)
+        rows[number, : len(best)], scores[number, : len(best)] = best, of_all[best]
+    return scores, rows, positives
+
+
+# Selection -----------------------------------------------------------------------------------------------------------
+
+
+class _FoundAlready:
+    """What sentence-transformers' miner asks of a model, answered with candidates that were found already.
+
+    It is given names instead of texts: query "3", and passage "7" for the candidate at place 7 of whichever query. Its
+    one positive per query stands for the lowest of all, and is no candidate.
+    """
+
+    def __init__(self, scores: np.ndarray, lowest: np.ndarray) -> None:
+        import torch
+
+        self.device, self.scores, self.lowest = torch.device("cpu"), scores, lowest
+
+    def encode_query(self, names: list[str], **settings: Any) -> np.ndarray:
+        return np.array(names, dtype=np.int64)[:, None]
+
+    def encode_document(self, names: list[str], **settings: Any) -> np.ndarray:
+        return np.zeros((len(names), 1))
+
+    def similarity(self, queries: np.ndarray, passages: Any) -> Any:
+        import torch
+
+        return torch.from_numpy(np.pad(self.scores[queries[:, 0]], ((0, 0), (0, 1)), constant_values=-np.inf))
+
+    def similarity_pairwise(self, queries: np.ndarray, passages: Any) -> Any:
+        import torch
+
+        return torch.from_numpy(self.lowest[queries[:, 0]])
+
+
+def _choose(
+    scores: np.ndarray, lowest: np.ndarray, rules: SelectionRules, all_of_them: bool
+) -> tuple[np.ndarray, list[str]]:
+    """Places of the negatives among candidates (Q, k), best first, -1 for none, and the miner's statistics.
+
+    Args:
+        scores: (Q, k), -inf for what may not be a negative.
+        lowest: (Q,), of each query's positives.
+        all_of_them: give all that pass the rules, in order, for somebody else to choose from.
+    """
+    from datasets import Dataset
+    from sentence_transformers.util import mine_hard_negatives as miner
+
+    count, width = scores.shape
+    # Its own bound on ranks makes room for positives, and lets in as many candidates more.
+    scores = np.where(np.cumsum(scores > -np.inf, axis=1) <= rules.depth, scores, -np.inf)
+    range_max = min(rules.depth, max(width, rules.range_min + rules.num_negatives))
+    wanted = range_max - rules.range_min if all_of_them else rules.num_negatives
+    names = ("range_min", "absolute_margin", "relative_margin", "max_score", "min_score")
+    settings = {name: getattr(rules, name) for name in names}
+    said, random_state = io.StringIO(), random.getstate()
+    random.seed(rules.seed)
+    try:
+        # It prints its statistics, and shows bars that cannot be turned off, for what takes a moment.
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+            mined = miner(
+                Dataset.from_dict({"query": list(map(str, range(count))), "positive": ["positive"] * count}),
+                _FoundAlready(scores, lowest),  # type: ignore[arg-type]  # all of a model that it asks for
+                corpus=list(map(str, range(width))),
+                num_negatives=wanted,
+                range_max=range_max,
+                sampling_strategy="top" if all_of_them else rules.sampling,
+                output_format="labeled-list",
+                output_scores=True,
+                verbose=count * wanted < _STATISTICS_OF,
+                **settings,
             )
-            mined.rows[numbers], mined.scores[numbers] = selection.rows, selection.scores
-            if selection.rescores is not None and mined.cross_encoder_scores is not None:
-                mined.cross_encoder_scores[numbers] = selection.rescores
-            mined.candidates += selection.candidates
-            mined.dropped.update(selection.dropped)
-            mined.rescored += selection.rescored
-            selecting += time.perf_counter() - started
-            progress.update(len(numbers))
-    mined.timing["select_seconds"] = selecting
-    if not (mined.rows >= 0).any():
-        reasons = ", ".join(f"{name} {dropped}" for name, dropped in mined.dropped.most_common())
-        raise DataError(
-            f"{data.record['path']}: no query has a negative left; dropped: {reasons or 'nothing, none was found'} "
-            "(loosen the rules, raise range_max, or give a larger corpus)"
-        )
-    return mined
-
-
-def _blocks(data: MiningData, rules: SelectionRules) -> Iterator[tuple[np.ndarray, int]]:
-    """Numbers of queries, and how deep to search for them: past their own exclusions, `rules.depth` must be left."""
-    skipped = np.array([len(a) + len(b) for a, b in zip(data.excluded, data.same_as_query, strict=True)])
-    # Beyond the pool there is nothing to hold scores of, however large range_max may be.
-    depth = min(rules.depth, data.pool_size)
-    # Those with many exclusions come together, so that they alone pay for the depth.
-    order = np.argsort(skipped, kind="stable")
-    start = 0
-    while start < len(order):
-        size = min(_BLOCK_QUERIES, len(order) - start)
-        while size > 1 and size * (depth + int(skipped[order[start + size - 1]])) > _BLOCK_SCORES:
-            size //= 2
-        numbers = order[start : start + size]
-        yield numbers, min(depth + int(skipped[numbers[-1]]), data.pool_size)
-        start += size
+    finally:
+        random.setstate(random_state)
+    places: np.ndarray = np.full((count, wanted), -1, dtype=np.int64)
+    for query, passages in zip(mined["query"], mined["positive"], strict=True):
+        places[int(query), : len(passages) - 1] = np.array(passages[1:], dtype=np.int64)
+    return places, [line for line in said.getvalue().splitlines() if line.strip()]

@@ -1,305 +1,233 @@
-"""Exact search: the k best rows of each query over a corpus read in slices, whatever finds the candidates.
+"""Exact search by FAISS over an array or a store of any size, slice by slice, with equal scores in the order of ids.
 
-A matrix product in float32 (or float16, on a GPU) gives other last bits for another slice, batch, thread or machine,
-and equal documents then come in an order of luck. So it only finds candidates here: all rows whose score may, within
-the bound on its rounding error, be among the k best. These are scored again in float64, each pair by itself, and
-rounded to float32; documents of equal scores are ordered by id. How the corpus was sliced plays no part in the result.
-
-What a slice is searched with is the caller's: `CpuSlices` or `GpuSlices`.
+Matrix products only find candidates: their last bits depend on where a document lies in a slice. The scores that count
+are summed pair by pair, so that slices, threads and batches decide neither them nor the order.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.retrieval import exact_scores
-from contaccum.retrieval.cpu_slices import BFLOAT16, CpuSlices, Pairs, rounding_pays, threads
-from contaccum.retrieval.exact_scores import ExactScores, Metric, ordered, ranks_of
-from contaccum.retrieval.rows import EmbeddingRows, growing_slices, norms_of, scale_to_unit, slices, unit_or_same
+from contaccum.errors import ConfigError, UserError
+from contaccum.retrieval.store import EmbeddingStore
 
-logger = logging.getLogger(__name__)
+Metric = Literal["cos", "dot"]
 
-# Candidates (float32 and int64) held for the queries that are searched together: half a gigabyte.
+# Rows of float32 searched at a time: enough for products to run at full speed, little beside a corpus.
+SLICE_BYTES = 2**28
+# FAISS keeps its top k on a GPU in shared memory, which bounds k.
+GPU_MAX_K = 2048
+# Candidates (float32 and int64) of the queries that are searched together: half a gigabyte.
 _HELD = 2**25
-# Rows of the first slice, which sets a bound for those that follow.
-_FIRST_ROWS = 2**14
+# Fewer are not worth a thread of their own.
+_QUERIES_PER_THREAD = 64
 
 
-class SliceSearch(Protocol):
-    """Finds the best rows of one slice of the corpus.
+class ArrayRows:
+    """An array (N, d) to be searched like a store; held without a copy. Without `ids`, row numbers are the ids."""
 
-    Attributes:
-        max_fetch: how many rows it can give per query; None for any number.
-        slice_rows: how many rows it takes at a time; None for the default.
-    """
+    def __init__(self, embeddings: np.ndarray, ids: Sequence[str] | None = None) -> None:
+        if embeddings.ndim != 2 or not len(embeddings):
+            raise ConfigError(f"an index needs embeddings of shape (n, d) with n > 0, not {embeddings.shape}")
+        if ids is not None and len(ids) != len(embeddings):
+            raise ConfigError(f"{len(ids)} ids for {len(embeddings)} embeddings")
+        self.embeddings, self._ids, self.dim = embeddings, ids, embeddings.shape[1]
 
-    max_fetch: int | None
-    slice_rows: int | None
+    def __len__(self) -> int:
+        return len(self.embeddings)
 
-    def margin(self, k: int) -> int:
-        """How many candidates beyond k are worth fetching, so that few queries have to be looked at again."""
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(self.embeddings[start:stop], dtype=np.float32)
 
-    def error(self, dimension: int) -> tuple[float, float]:
-        """Bounds on the error of a score: relative to |query||document|, and to |query| + |document|."""
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.embeddings[rows], dtype=np.float32)
 
-    def search(self, documents: np.ndarray, first: int, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores (q, k), best first, and places in `documents` (q, k); `first` is the row of documents[0]."""
+    def ids(self, rows: np.ndarray) -> list[Any]:
+        return rows.tolist() if self._ids is None else [self._ids[row] for row in rows.tolist()]
+
+
+Rows = ArrayRows | EmbeddingStore
 
 
 def exact_search(
-    corpus: EmbeddingRows,
+    corpus: Rows,
     queries: np.ndarray,
     k: int,
-    metric: Metric,
-    searcher: SliceSearch | None = None,
+    metric: Metric = "cos",
+    gpu: Any = None,
     slice_rows: int | None = None,
     on_slice: Callable[[int], object] = lambda rows: None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The k best rows of each query (n, d): scores float32 and rows int64, both of shape (n, min(k, corpus)).
+    """The k best rows of each query (n, d): scores float32 and rows int64, both (n, min(k, N)).
 
-    Ordered by score, descending, then by id, ascending. A score is the float64 inner product (or cosine) of the pair,
-    rounded to float32. Memory holds a slice and some 1.5 k candidates per query.
+    Ordered by score, descending, then by id, ascending, at the k-th place too. Memory holds a slice and some 3 k
+    candidates for each query.
 
     Args:
-        slice_rows: rows read at a time; by default what the searcher takes.
+        gpu: FAISS's cloner options, to search slices on GPUs; see `index.find_gpus`.
+        slice_rows: rows read at a time; by default 256 MB of them.
         on_slice: called with the number of rows of each slice that was searched, for each batch of queries.
 
     Raises:
         UserError: NaN or infinity in a query or a document, or vectors too long for float32 scores.
     """
     k = min(k, len(corpus))
-    scores = np.empty((len(queries), k), dtype=np.float32)
-    rows = np.empty((len(queries), k), dtype=np.int64)
-    searcher = searcher or CpuSlices()
-    together = max(1, _HELD // (2 * (k + searcher.margin(k))))
-    for start in range(0, len(queries), together):
-        part = slice(start, start + together)
-        batch = np.ascontiguousarray(queries[part], dtype=np.float32)
-        scores[part], rows[part] = _Search(corpus, batch, k, metric, searcher, slice_rows, start).run(on_slice)
+    scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
+    rows = np.full((len(queries), k), -1, dtype=np.int64)
+    size = slice_rows or max(1, SLICE_BYTES // (4 * corpus.dim))
+    together = max(1, _HELD // (3 * k))
+    # What a product and the sum of a pair may differ by, relative to |query| |document|; a GPU may hold eleven bits.
+    relative = (corpus.dim + 16) * 2.0**-23 + (2.0**-9 if gpu is not None and gpu.useFloat16 else 0)
+    # Fresh memory for every slice would cost more than what is written to it.
+    buffer = np.empty((min(size, len(corpus)) if metric == "cos" else 0, corpus.dim), dtype=np.float32)
+    for first in range(0, len(queries), together):
+        part = slice(first, first + together)
+        batch, lengths = prepared(queries[part], metric, "query embedding", first)
+        for start in range(0, len(corpus), size):
+            stop = min(start + size, len(corpus))
+            documents, norms = prepared(corpus.slice(start, stop), metric, "document embedding", start, buffer)
+            one = _Slice(corpus, start, documents, gpu)
+            found, found_rows = one.best(batch, k, scores[part, -1], relative * lengths * norms.max())
+            both = np.concatenate([scores[part], found], axis=1)
+            both_rows = np.concatenate([rows[part], found_rows], axis=1)
+            scores[part], rows[part] = ordered(both, both_rows, k, corpus.ids)
+            on_slice(stop - start)
     return scores, rows
 
 
-class _Search:
-    """The candidates of a batch of queries, slice by slice."""
+class _Slice:
+    """Documents `start` and on of a corpus, prepared, in memory."""
 
-    def __init__(
-        self,
-        corpus: EmbeddingRows,
-        queries: np.ndarray,
-        k: int,
-        metric: Metric,
-        searcher: SliceSearch,
-        slice_rows: int | None,
-        first_query: int,
-    ) -> None:
-        self.corpus, self.queries, self.k, self.metric, self.searcher = corpus, queries, k, metric, searcher
-        norms = norms_of(queries, "query embedding", first_query)
-        self.scaled = np.ascontiguousarray(unit_or_same(queries, norms, metric))
-        self.norms = norms if metric == "dot" else np.ones_like(norms)
-        self.exact = ExactScores(queries, metric)
-        # A k beyond what a slice can give comes together from several.
-        size = slice_rows or searcher.slice_rows
-        if searcher.max_fetch is not None and k > searcher.max_fetch:
-            most = max(searcher.max_fetch // 2, len(corpus) * searcher.max_fetch // (4 * k))
-            size = most if size is None else min(size, most)
-        if size is None and isinstance(searcher, CpuSlices):
-            self.slices = list(growing_slices(corpus, max(_FIRST_ROWS, 8 * k)))
-        else:
-            self.slices = list(slices(corpus, size))
-        self.scores: np.ndarray = np.empty((len(queries), 0), dtype=np.float32)
-        self.rows: np.ndarray = np.empty((len(queries), 0), dtype=np.int64)
-        # The greatest error so far of a candidate's score, per query.
-        self.error = np.zeros(len(queries), dtype=np.float32)
-        # And what it is besides, as a share of the score.
-        self.relative_error = 0.0
-        self.rounded = rounding_pays()
-        longest = max(stop - start for start, stop in self.slices)
-        self.buffer = np.empty((longest if metric == "cos" else 0, corpus.dim), dtype=np.float32)
+    def __init__(self, corpus: Rows, start: int, documents: np.ndarray, gpu: Any) -> None:
+        self.corpus, self.start, self.documents, self.gpu = corpus, start, documents, gpu
+        self._ranks: np.ndarray | None = None
 
-    def run(self, on_slice: Callable[[int], object]) -> tuple[np.ndarray, np.ndarray]:
-        with ThreadPoolExecutor(threads()) as self.pool:
-            # The last score that each slice gave; what it did not give is no better.
-            last = []
-            for start, stop in self.slices:
-                last.append(self._candidates_of(start, stop))
-                on_slice(stop - start)
-            self._settle(last)
-            return self._ranked(np.arange(len(self.queries)))
+    def best(self, queries: np.ndarray, k: int, least: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and rows (n, f), row -1 for none, among which are all that may be among the k best of the corpus.
 
-    def _candidates_of(self, start: int, stop: int) -> np.ndarray:
-        documents = self.corpus.slice(start, stop)
-        norms = self.corpus.norms(start, documents)
-        longest = float(norms.max()) if self.metric == "dot" else 1.0
-        # Before the bound below, which these scores are held against.
-        relative, absolute = self.searcher.error(self.corpus.dim)
-        error = relative * self.norms * longest + absolute * (self.norms + longest)
-        self.error = np.maximum(self.error, error.astype(np.float32))
-        if self._add_all_above_bound(documents, norms, start):
-            return np.full(len(self.queries), -np.inf)
-        fetch = min(self.k + self.searcher.margin(self.k), stop - start)
-        if self.searcher.max_fetch is not None:
-            fetch = min(fetch, self.searcher.max_fetch)
-        documents = unit_or_same(documents, norms, self.metric, self.buffer)
-        scores, places = self.searcher.search(documents, start, self.scaled, fetch)
-        self._add(np.arange(len(self.queries)), scores, np.where(places >= 0, places + start, -1))
-        return np.full(len(scores), -np.inf) if fetch == stop - start else scores[:, -1]
-
-    def _add_all_above_bound(self, documents: np.ndarray, norms: np.ndarray, start: int) -> bool:
-        """Whether the slice could be settled with what is known: all that may be better than the k-th best so far."""
-        kth, error = self._kth(self.scores)
-        if not isinstance(self.searcher, CpuSlices) or not np.isfinite(kth).all():
-            return False
-        most = 4 * len(kth) * (self.k + self.searcher.margin(self.k))
-        bound = kth - error
-        scale = scale_to_unit(norms) if self.metric == "cos" else None
-        pairs = None
-        if self.rounded:
-            pairs = self.searcher.above(documents, self.scaled, bound, most, True, scale)
-            self.rounded = pairs is not None
-            self.relative_error = BFLOAT16 if self.rounded else self.relative_error
-        if pairs is None:
-            pairs = self.searcher.above(documents, self.scaled, bound, most, False, scale)
-        if pairs is None:
-            return False
-        self.error = np.maximum(self.error, pairs.error.astype(np.float32))
-        self._add(*_in_lines(pairs, start))
-        return True
-
-    def _add(self, chosen: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> None:
-        """More candidates, of the chosen queries; drops all that cannot be among the k best any more."""
-        width = self.scores.shape[1]
-        held: np.ndarray = np.full((len(self.queries), width + scores.shape[1]), -np.inf, dtype=np.float32)
-        held_rows: np.ndarray = np.full(held.shape, -1, dtype=np.int64)
-        held[:, :width], held_rows[:, :width] = self.scores, self.rows
-        held[chosen, width:], held_rows[chosen, width:] = scores, rows
-        self.scores, self.rows = held, held_rows
-        keep = int(self._possible(held).sum(axis=1).max())
-        if keep < held.shape[1]:
-            best = np.argpartition(-held, keep - 1, axis=1)[:, :keep]
-            self.scores = np.take_along_axis(held, best, axis=1)
-            self.rows = np.take_along_axis(held_rows, best, axis=1)
-        limit = 4 * (self.k + self.searcher.margin(self.k))
-        if self.scores.shape[1] > limit:
-            # Scores closer than the rounding error, slice after slice: settle who is in, or memory would grow.
-            crowded = np.flatnonzero(self._possible(self.scores).sum(axis=1) > limit)
-            exact, exact_rows = self._ranked(crowded)
-            self.scores[crowded], self.rows[crowded] = -np.inf, -1
-            self.scores[crowded, : self.k], self.rows[crowded, : self.k] = exact, exact_rows
-            self._add(chosen[:0], scores[:0, :0], rows[:0, :0])
-
-    def _kth(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The k-th best score of each query, -inf while fewer are known, and how far it may be off; both (n,).
-
-        What is relative in the error is taken at that score: better ones stay better, and worse ones are off by less.
+        Args:
+            least: (n,), the k-th best score so far: nothing below it is looked for.
+            error: (n,), how far products may be off.
         """
-        if scores.shape[1] < self.k:
-            return np.full(len(scores), -np.inf), np.zeros(len(scores))
-        kth = np.partition(scores, scores.shape[1] - self.k, axis=1)[:, -self.k].astype(np.float64)
-        return kth, np.where(kth > -np.inf, self.error + self.relative_error * np.abs(kth), 0)
+        fetch = min(k + max(8, k // 8), len(self.documents))
+        products, places = self._products(queries, fetch)
+        inside = products >= (least - error)[:, None]
+        # Best first: of what is too low nothing is scored again, and after the first slices that is most of it.
+        width = max(1, int(inside.sum(axis=1).max()))
+        places = np.where(inside, places, -1)[:, :width]
+        scores = self._scores(queries, places)
+        if width == fetch < len(self.documents):
+            # What was not fetched scores products[:, -1] + error at the most. Where that may be among the k best (many
+            # documents alike, as of an encoder that has collapsed), all of the slice is looked at.
+            bound = np.maximum(least, np.partition(scores, fetch - k, axis=1)[:, fetch - k])
+            for line in np.flatnonzero(products[:, -1] + error >= bound).tolist():
+                found, found_places = self._all_above(queries[line : line + 1], k, bound[line] - error[line])
+                scores[line], places[line] = -np.inf, -1
+                scores[line, : len(found)], places[line, : len(found)] = found, found_places
+        return scores, np.where(places >= 0, places + self.start, -1)
 
-    def _least(self, scores: np.ndarray) -> np.ndarray:
-        """(n, 1): a row of a lower score is not among the k best."""
-        kth, error = self._kth(scores)
-        # Rounded down, as a bound is.
-        return np.nextafter((kth - 2 * error).astype(np.float32), np.float32(-np.inf))[:, None]
+    def _products(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and places (n, k) of the best by matrix products."""
+        import faiss
 
-    def _possible(self, scores: np.ndarray) -> np.ndarray:
-        return (scores >= self._least(scores)) & (scores > -np.inf)
+        if self.gpu is not None and k <= GPU_MAX_K:
+            index = faiss.IndexFlatIP(self.documents.shape[1])
+            index.add(self.documents)
+            return faiss.index_cpu_to_all_gpus(index, co=self.gpu).search(queries, k)
+        # Threads that share a block of FAISS's wait for each other at each: a group of queries for each takes half the
+        # CPU time, and on a busy machine a fraction of the wall time.
+        threads = faiss.omp_get_max_threads()
+        groups = max(1, min(threads, len(queries) // _QUERIES_PER_THREAD))
+        # FAISS 1.15 takes products one by one below 333 queries of 384 dimensions, at a fifteenth of the speed.
+        before = faiss.cvar.distance_compute_blas_threshold
+        faiss.cvar.distance_compute_blas_threshold = min(before, 8 * queries.shape[1])
+        try:
+            each = partial(faiss.omp_set_num_threads, threads // groups)
+            with ThreadPoolExecutor(groups, initializer=each) as pool:
+                knn = partial(faiss.knn, xb=self.documents, k=k, metric=faiss.METRIC_INNER_PRODUCT)
+                parts = list(pool.map(knn, np.array_split(queries, groups)))
+        finally:
+            faiss.cvar.distance_compute_blas_threshold = before
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
-    def _settle(self, last: Sequence[np.ndarray]) -> None:
-        """Search the slices again that may hold more for some queries than they gave, now in float64."""
-        told = False
-        for (start, stop), least in zip(self.slices, last, strict=True):
-            chosen = np.flatnonzero((least >= self._least(self.scores)[:, 0]) & (least > -np.inf))
-            if not len(chosen):
-                continue
-            if not told:
-                told = True
-                logger.info("%d queries have more documents of close scores than were fetched", len(chosen))
-            drawn = (self.rows[chosen] >= start) & (self.rows[chosen] < stop)
-            self.scores[chosen] = np.where(drawn, -np.inf, self.scores[chosen])
-            self.rows[chosen] = np.where(drawn, -1, self.rows[chosen])
-            self._add(chosen, *self._best_of_slice(chosen, start, stop))
+    def _scores(self, queries: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """float32 (n, f) of query i and the documents places[i], each pair summed by itself; -inf for place -1.
 
-    def _best_of_slice(self, chosen: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k best rows of a slice, exact scores, for queries that it may hold many equally good ones for."""
-        documents = self.corpus.slice(start, stop)
-        k = min(self.k, stop - start)
-        scores = np.empty((len(chosen), k), dtype=np.float32)
-        rows = np.empty((len(chosen), k), dtype=np.int64)
-        rank = None
-        size = max(1, exact_scores.BLOCK_BYTES // (8 * (stop - start)))
-        for begin in range(0, len(chosen), size):
-            of_all = self.exact.of_all(chosen[begin : begin + size], documents)
-            for line, of_one in enumerate(of_all, start=begin):
-                kth = np.partition(of_one, len(of_one) - k)[-k]
-                places = np.flatnonzero(of_one >= kth)
-                if len(places) > k:
-                    if rank is None:
-                        rank = ranks_of(self.corpus.ids(np.arange(start, stop)))
-                    ties = places[of_one[places] == kth]
-                    ties = ties[np.argsort(rank[ties])]
-                    places = np.concatenate([places[of_one[places] > kth], ties])[:k]
-                scores[line], rows[line] = of_one[places], places + start
-        return scores, rows
+        By the C++ function: what FAISS has for Python takes the documents from a copy inside an index alone.
+        """
+        import faiss
 
-    def _ranked(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The k best of all candidates of the chosen queries, by exact score and id; float32 and int64 (chosen, k)."""
-        held, rows = self.scores[chosen], self.rows[chosen]
-        least = self._least(self.scores)[chosen]
-        rows = np.where((held >= least) & (held > -np.inf), rows, -1)
-        scores = np.full(rows.shape, -np.inf, dtype=np.float32)
-        if self.corpus.in_memory:
-            self._score(chosen, rows, scores, rows >= 0, self.corpus.gather)
-            return ordered(scores, rows, self.k, self.corpus.ids)
-        used = np.zeros(len(self.corpus), dtype=bool)
-        used[rows[rows >= 0]] = True
-        wanted = np.flatnonzero(used)
-        # Each row is read once, in the order in which the rows lie, and as many together as memory should hold.
-        size = max(1, exact_scores.BLOCK_BYTES // (4 * self.corpus.dim))
-        for start in range(0, len(wanted), size):
-            part = wanted[start : start + size]
-            inside = (rows >= part[0]) & (rows <= part[-1])
-            self._score(chosen, rows, scores, inside, partial(_rows_among, part, self.corpus.gather(part)))
-        return ordered(scores, rows, self.k, self.corpus.ids)
+        places = np.ascontiguousarray(places, dtype=np.int64)
+        scores = np.empty(places.shape, dtype=np.float32)
+        pointers = [faiss.swig_ptr(array) for array in (scores, queries, self.documents, places)]
+        by_idx: Any = getattr(faiss, "fvec_inner_products_by_idx")  # noqa: B009  # FAISS's stubs lack it
+        by_idx(*pointers, queries.shape[1], len(queries), places.shape[1])
+        return scores
 
-    def _score(
-        self,
-        chosen: np.ndarray,
-        rows: np.ndarray,
-        scores: np.ndarray,
-        inside: np.ndarray,
-        documents: Callable[[np.ndarray], np.ndarray],
-    ) -> None:
-        """Fill in `scores` where `inside`, query by query, shared out to threads."""
-
-        def score(line: int) -> None:
-            places = np.flatnonzero(inside[line])
-            found = documents(rows[line, places])
-            scores[line, places] = self.exact.of(chosen[line], found)
-
-        for _ in self.pool.map(score, np.flatnonzero(inside.any(axis=1)).tolist()):
-            pass
+    def _all_above(self, query: np.ndarray, k: int, bound: float) -> tuple[np.ndarray, np.ndarray]:
+        """The k best scores and places of one query (1, d), however many documents are equally good."""
+        close = np.flatnonzero(self.documents @ query[0] >= bound)
+        scores = self._scores(query, close[None])[0]
+        if self._ranks is None:
+            self._ranks = _ranks(self.corpus.ids(np.arange(self.start, self.start + len(self.documents))))
+        best = np.lexsort((self._ranks[close], -scores))[:k]
+        return scores[best], close[best]
 
 
-def _in_lines(pairs: Pairs, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs as `_Search._add` takes them: queries, ascending, and lines of scores and rows, -inf and -1 for none."""
-    order = np.argsort(pairs.queries, kind="stable")
-    queries, counts = np.unique(pairs.queries, return_counts=True)
-    width = int(counts.max(initial=0))
-    scores: np.ndarray = np.full((len(queries), width), -np.inf, dtype=np.float32)
-    rows: np.ndarray = np.full((len(queries), width), -1, dtype=np.int64)
-    there = np.arange(width) < counts[:, None]
-    scores[there], rows[there] = pairs.scores[order], pairs.places[order] + start
-    return queries, scores, rows
+def prepared(
+    vectors: np.ndarray, metric: Metric, what: str, first: int = 0, out: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """float32, C-contiguous, for "cos" a copy of length 1 (a zero vector stays zero); and the lengths (n,) of these.
+
+    Args:
+        what, first: name a vector in errors, and the row of the first one.
+        out: memory of at least that shape for the copy.
+
+    Raises:
+        UserError: NaN, infinity, or squares beyond float32. FAISS answers NaN with row -1 and no word, which would read
+            as a poor model.
+    """
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    if not np.isfinite(norms).all():
+        row = int(np.flatnonzero(~np.isfinite(norms))[0])
+        problem = "is too large for float32 scores" if np.isfinite(vectors[row]).all() else "holds NaN or infinity"
+        raise UserError(f"{what} {first + row} {problem}")
+    if metric == "dot":
+        return vectors, norms
+    unit = np.where(norms > 0, norms, 1)[:, None]
+    return np.divide(vectors, unit, out=None if out is None else out[: len(vectors)]), np.ones_like(norms)
 
 
-def _rows_among(known: np.ndarray, documents: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Of documents whose rows are known, ascending, those of some rows."""
-    return documents[np.searchsorted(known, rows)]
+def ordered(
+    scores: np.ndarray, rows: np.ndarray, k: int, ids: Callable[[np.ndarray], Sequence[Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The k best of each line by score, descending, then by id, ascending; row -1 stands for none and comes last.
+
+    Only ids of documents that tie are asked for.
+    """
+    order = np.argsort(-scores, axis=1)
+    scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
+    equal = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
+    lines = np.flatnonzero(equal.any(axis=1))
+    if len(lines):
+        tied = np.zeros((len(lines), scores.shape[1]), dtype=bool)
+        tied[:, 1:] |= equal[lines]
+        tied[:, :-1] |= equal[lines]
+        known = np.unique(rows[lines][tied])
+        ranks = np.zeros(tied.shape, dtype=np.int64)
+        ranks[tied] = _ranks(ids(known))[np.searchsorted(known, rows[lines][tied])]
+        rows[lines] = np.take_along_axis(rows[lines], np.lexsort((ranks, -scores[lines]), axis=1), axis=1)
+    return scores[:, :k], rows[:, :k]
+
+
+def _ranks(ids: Sequence[Any]) -> np.ndarray:
+    """The place of each id in the order of all of them."""
+    ranks = np.empty(len(ids), dtype=np.int64)
+    ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
+    return ranks

@@ -1,41 +1,43 @@
-"""Embeddings of a corpus on disk, mapped into memory instead of read. `store_writer` writes what this reads.
+"""Embeddings of a corpus on disk, written shard by shard and mapped into memory instead of read.
 
-A store is a folder:
-
-    store.json            what the embeddings are of (`StoreWriter.start`), and whether they are all there
+    store.json            what the embeddings are of, and whether they are all there ("finished")
     shard-00000/          the first rows of the corpus, in its order; shard-00001 those that follow
         embeddings.npy    (n, d), float16 or float32
         ids.arrow         their ids: Arrow IPC, one column `id` of strings
-        shard.json        rows, bytes of the files, and the fingerprint of the corpus up to the shard's last row
+        shard.json        rows, bytes of the files, fingerprint of the corpus up to the shard's last row
 
-A shard is there whole or not at all. Nothing holds a pickle. What encodes, and what searches, is elsewhere.
+A shard is there whole or not at all, so that a process killed at any instant loses the shard in work alone, and several
+may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from contaccum.data.records import one_line
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError, UserError
+from contaccum.files import AnyPath, Fingerprint, atomic_folder, git_commit, package_versions, read_json, write_json
 
-ABOUT, SHARD = "store.json", "shard.json"
-EMBEDDINGS, IDS = "embeddings.npy", "ids.arrow"
-FORMAT, VERSION = "contaccum embedding store", 1
-DTYPES = ("float16", "float32")
+ABOUT = "store.json"
+DTYPES = ("float32", "float16")
 
-# Each map keeps a file open, and a process may open 1,024: a store of many shards maps those used last.
+_SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
+_FORMAT, _VERSION = "contaccum embedding store", 1
+# Maps stay open, and a process may open 1,024 files: those used last are.
 _MAPPED_SHARDS = 64
 
 
 class Shard(NamedTuple):
-    """Rows `first_row`, `first_row + 1`, ... of a store: ids, an Arrow array (n,), and embeddings (n, d), mapped."""
+    """Rows `first_row` and on of a store: ids, an Arrow array (n,), and embeddings (n, d), mapped."""
 
     first_row: int
     ids: Any
@@ -43,9 +45,7 @@ class Shard(NamedTuple):
 
 
 class EmbeddingStore:
-    """A finished store; rows are numbered through all shards, in the order of the corpus.
-
-    Memory holds what is used: embeddings and ids are mapped. Make one with `EmbeddingStore.open(folder)`.
+    """A finished store of N rows, numbered through all shards; memory holds what is used. Make one with `open`.
 
     Attributes:
         folder: where it lies.
@@ -55,15 +55,13 @@ class EmbeddingStore:
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.folder, self.about = folder, about
-        self.dim = int(about["dimension"])
-        self.dtype = np.dtype(about["dtype"])
+        self.dim, self.dtype = int(about["dimension"]), np.dtype(about["dtype"])
         self._sizes = [int(shard["rows"]) for shard in about["shards"]]
-        # first_row of each shard, and the number of rows at the end
         self._starts = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
-        self._maps: dict[int, tuple[Any, np.ndarray]] = {}
+        self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> EmbeddingStore:
+    def open(cls, folder: AnyPath) -> EmbeddingStore:
         """The store in a folder.
 
         Raises:
@@ -72,11 +70,9 @@ class EmbeddingStore:
         folder = Path(folder)
         about = read_about(folder)
         if about is None:
-            raise DataError(one_line(f"{folder}: not a store of embeddings (write one with contaccum encode)"))
+            raise DataError(f"{folder}: not a store of embeddings (write one with contaccum encode)")
         if about.get("finished") is not True:
-            raise DataError(
-                one_line(f"{folder}: the store is not finished (run the same contaccum encode again: it goes on)")
-            )
+            raise DataError(f"{folder}: the store is not finished (run the same contaccum encode again: it goes on)")
         with _refusing_broken(folder):
             store = cls(folder, about)
             if about["dtype"] not in DTYPES or store.dim < 1 or min(store._sizes, default=0) < 1:
@@ -84,143 +80,287 @@ class EmbeddingStore:
             if len(store) != about["rows"]:
                 raise ValueError(f"its shards have {len(store)} rows, not {about['rows']}")
             for number, shard in enumerate(about["shards"]):
-                for name in (EMBEDDINGS, IDS):
-                    size = (shard_folder(folder, number) / name).stat().st_size
-                    if size != shard["bytes"][name]:
-                        wanted = shard["bytes"][name]
-                        raise ValueError(f"{shard_folder(folder, number) / name} has {size} bytes, not {wanted}")
+                if _bytes_of(_shard_folder(folder, number)) != shard["bytes"]:
+                    raise ValueError(f"the files of {_shard_folder(folder, number)} are cut off")
         return store
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     @property
-    def similarity(self) -> str:
+    def similarity(self) -> Any:
         """ "cos" or "dot": what the model's embeddings are compared by."""
         return self.about["similarity"]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of what decides the rows: texts, model, tokenisation, types, number."""
+        names = ("kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension", "rows")
+        about = {name: self.about.get(name) for name in names}
+        about["corpus"] = (self.about.get("corpus") or {}).get("fingerprint")
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     def shards(self) -> Iterator[Shard]:
         """Every shard, in order of its rows."""
         for number, first in enumerate(self._starts[:-1].tolist()):
-            ids, embeddings = self._mapped(number)
-            yield Shard(first, ids, embeddings)
-
-    def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Ids of some rows, in the order asked for; raises `IndexError` for a row that is not there."""
-        wanted = self._checked(rows)
-        found: list[str] = [""] * len(wanted)
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            ids = self._mapped(number)[0].take(wanted[places] - self._starts[number]).to_pylist()
-            for place, name in zip(places.tolist(), ids, strict=True):
-                found[place] = name
-        return found
-
-    def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Embeddings of some rows, in the order asked for, as float32 (len(rows), d); quickest where they ascend.
-
-        Raises `IndexError` for a row that is not there.
-        """
-        wanted = self._checked(rows)
-        found = np.empty((len(wanted), self.dim), dtype=np.float32)
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            found[places] = self._mapped(number)[1][wanted[places] - self._starts[number]]
-        return found
+            yield Shard(first, *self._mapped(number))
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop - 1 as a float32 copy (stop - start, d); raises `IndexError` beyond the store's rows."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         rows = np.empty((stop - start, self.dim), dtype=np.float32)
-        done = start
-        while done < stop:
-            number = int(np.searchsorted(self._starts, done, side="right")) - 1
-            first, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
-            rows[done - start : end - start] = self._mapped(number)[1][done - first : end - first]
-            done = end
+        for number in range(len(self._sizes)):
+            first, end = max(start, int(self._starts[number])), min(stop, int(self._starts[number + 1]))
+            if first < end:
+                part = slice(first - self._starts[number], end - self._starts[number])
+                rows[first - start : end - start] = self._mapped(number)[1][part]
         return rows
 
-    def _checked(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        wanted = np.asarray(rows, dtype=np.int64).reshape(-1)
+    def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Embeddings of some rows, in the order asked for, as float32 (len(rows), d); quickest where they ascend."""
+        found = np.empty((len(rows), self.dim), dtype=np.float32)
+        for places, number, inside in self._located(rows):
+            found[places] = self._mapped(number)[1][inside]
+        return found
+
+    def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+        """Ids of some rows, in the order asked for; raises `IndexError` for a row that is not there."""
+        found = np.empty(len(rows), dtype=object)
+        for places, number, inside in self._located(rows):
+            found[places] = self._mapped(number)[0].take(inside).to_pylist()
+        return found.tolist()
+
+    def _located(self, rows: Sequence[int] | np.ndarray) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
+        """For each shard that has some of the rows: places among them, its number, and the rows inside it."""
+        wanted = np.asarray(rows, dtype=np.int64)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows are 0 to {len(self) - 1}, not {wanted.min()} to {wanted.max()}")
-        return wanted
-
-    def _mapped(self, number: int) -> tuple[Any, np.ndarray]:
-        """Ids and embeddings of a shard; maps used longest ago are let go of, and close once nobody holds them."""
-        mapped = self._maps.pop(number, None) or self._map(number)
-        self._maps[number] = mapped
-        if len(self._maps) > _MAPPED_SHARDS:
-            del self._maps[next(iter(self._maps))]
-        return mapped
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            yield places, number, wanted[places] - self._starts[number]
 
     def _map(self, number: int) -> tuple[Any, np.ndarray]:
-        folder = shard_folder(self.folder, number)
+        """Ids and embeddings of a shard."""
+        folder, shape = _shard_folder(self.folder, number), (self._sizes[number], self.dim)
         with _refusing_broken(self.folder):
-            embeddings = np.load(folder / EMBEDDINGS, mmap_mode="r", allow_pickle=False)
-            shape = (self._sizes[number], self.dim)
+            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
             if embeddings.shape != shape or embeddings.dtype != self.dtype:
-                raise ValueError(
-                    f"{folder / EMBEDDINGS} is {embeddings.dtype} {embeddings.shape}, not {self.dtype} {shape}"
-                )
-            ids = _map_ids(folder / IDS)
+                found = f"{embeddings.dtype} {embeddings.shape}"
+                raise ValueError(f"{folder / _EMBEDDINGS} is {found}, not {self.dtype} {shape}")
+            ids = _map_ids(folder / _IDS)
             if len(ids) != len(embeddings):
-                raise ValueError(f"{folder / IDS} has {len(ids)} ids for {len(embeddings)} rows")
+                raise ValueError(f"{folder / _IDS} has {len(ids)} ids for {len(embeddings)} rows")
         return ids, embeddings
+
+
+class StoreWriter:
+    """Writes a store shard by shard; processes may share a folder, each with shards of its own.
+
+    Args:
+        identity: what decides the embeddings: kind, model, similarity, tokenisation, precision, dtype, shard_size. JSON
+            values. A store with another one is not gone on with.
+        notes: what else store.json says of a new store.
+        first: begin the store, as one process does before the others; False: join one that was begun.
+        overwrite: remove the store that lies there.
+
+    Raises:
+        UserError: the folder holds another store, or something else; or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        identity: Mapping[str, Any],
+        notes: Mapping[str, Any] | None = None,
+        first: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        about = check_folder(self.folder)
+        if about is None and not first:
+            raise UserError(f"{folder}: no store that rank 0 has begun (name a folder that all ranks see)")
+        if about is not None and overwrite and first:
+            _remove(self.folder)
+            about = None
+        software = {"versions": package_versions(), "git_commit": git_commit()}
+        if about is None:
+            head = {"format": _FORMAT, "version": _VERSION, "finished": False}
+            about = {**head, **identity, **(notes or {}), "software": [software]}
+            write_json(self.folder / ABOUT, about)
+        else:
+            there = {name: about.get(name) for name in identity}
+            if other := list(differences(there, json.loads(json.dumps(identity)))):
+                mend = "name another --output, or start anew with --overwrite"
+                raise UserError(f"{folder}: holds embeddings made otherwise: {'; '.join(other)} ({mend})")
+            if first and not about.get("finished") and software not in about["software"]:
+                about["software"].append(software)
+                write_json(self.folder / ABOUT, about)
+        self.about = about
+
+    def fill(
+        self,
+        passages: Iterable[tuple[str, str, str]],
+        encode: Callable[[list[str]], np.ndarray],
+        rank: int = 0,
+        ranks: int = 1,
+        on_found: Callable[[int], object] = lambda rows: None,
+    ) -> bool:
+        """Encode the shards that are missing, every `ranks`-th of them; whether the store is finished then.
+
+        Every shard that is there must be of this very corpus, and is compared with it before a later one is encoded.
+        Memory holds a shard's texts and embeddings.
+
+        Args:
+            passages: (id, title, text), with distinct ids.
+            encode: texts to float32 (n, d).
+            on_found: called with the rows of each of this process's shards that was there already.
+
+        Raises:
+            DataError: the store has shards of another corpus, or there is no passage.
+            UserError: no room, or a number that float16 cannot hold.
+        """
+        passages, corpus, number = iter(passages), Fingerprint(), 0
+        while block := list(islice(passages, self.about["shard_size"])):
+            for passage in block:
+                corpus.add(*passage)
+            about = self.read_shard(number)
+            beyond = self.about["finished"] and number >= len(self.about["shards"])
+            if beyond or (about is not None and about["fingerprint"] != corpus.hex()):
+                what = f"it differs from passage {number * self.about['shard_size']:,} on, or before"
+                mend = "name another --output, or start anew with --overwrite"
+                raise DataError(f"{self.folder}: holds embeddings of another corpus: {what} ({mend})")
+            if number % ranks == rank:
+                if about is not None:
+                    on_found(len(block))
+                else:
+                    texts = [f"{title} {text}".strip() for _, title, text in block]
+                    self.write_shard(number, [passage[0] for passage in block], encode(texts), corpus.hex())
+            number += 1
+        if not number:
+            raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
+        return self._finish(number, corpus.hex())
+
+    def read_shard(self, number: int) -> dict[str, Any] | None:
+        """What shard.json of a shard says; None where the shard is missing, or its files are not as that says."""
+        folder = _shard_folder(self.folder, number)
+        try:
+            about = read_json(folder / _SHARD)
+            return about if _bytes_of(folder) == about["bytes"] else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def write_shard(self, number: int, ids: Sequence[str], embeddings: np.ndarray, fingerprint: str) -> None:
+        """Write n ids and embeddings (n, d), in the dtype of the store; `fingerprint` is of the corpus up to them."""
+        import pyarrow as pa
+
+        with np.errstate(over="ignore"):
+            stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
+        if not np.isfinite(stored).all():
+            raise UserError(f"{self.folder}: an embedding is too large for {self.about['dtype']} (use --dtype float32)")
+        with atomic_folder(_shard_folder(self.folder, number)) as part:
+            np.save(part / _EMBEDDINGS, stored, allow_pickle=False)
+            batch = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
+            with pa.ipc.new_file(str(part / _IDS), batch.schema) as writer:
+                writer.write_batch(batch)
+            about = {
+                "rows": len(ids),
+                "dimension": stored.shape[1],
+                "bytes": _bytes_of(part),
+                "fingerprint": fingerprint,
+            }
+            write_json(part / _SHARD, about)
+
+    def _finish(self, count: int, fingerprint: str) -> bool:
+        """Say in store.json that the store is finished, if all `count` shards are there.
+
+        Of several processes, those that find shards of others missing leave this to whoever writes the last one.
+        """
+        shards = [self.read_shard(number) for number in range(count)]
+        found = [shard for shard in shards if shard is not None]
+        if len(found) < count:
+            return False
+        dimensions = {shard["dimension"] for shard in found}
+        if len(dimensions) != 1 or _shard_folder(self.folder, count).exists():
+            raise DataError(f"{self.folder}: holds shards that do not belong together (start anew with --overwrite)")
+        # The list of software as the file has it now: another process may have started later.
+        about = {**self.about, "software": (read_about(self.folder) or self.about)["software"]}
+        about |= {"finished": True, "rows": sum(shard["rows"] for shard in found), "dimension": dimensions.pop()}
+        about["corpus"] = {**about.get("corpus", {}), "fingerprint": fingerprint}
+        about["shards"] = [{"rows": shard["rows"], "bytes": shard["bytes"]} for shard in found]
+        write_json(self.folder / ABOUT, about)
+        return True
 
 
 def read_about(folder: Path) -> dict[str, Any] | None:
     """The content of store.json, of a finished store or not; None where there is none.
 
     Raises:
-        DataError: it is broken, of something else, or of a later version.
+        DataError: it is broken, of something else, or of another version.
     """
-    try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not (folder / ABOUT).exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            one_line(f"{folder / ABOUT}: cannot be read: {error} (remove the folder and encode again)")
-        ) from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise DataError(
-            one_line(f"{folder / ABOUT}: is not of a store of embeddings (write one with contaccum encode)")
-        )
-    if about.get("version") != VERSION:
-        raise DataError(
-            one_line(f"{folder}: a store of version {about.get('version')}, this reads {VERSION} (encode it again)")
-        )
+    about = read_json(folder / ABOUT)
+    if about.get("format") != _FORMAT:
+        raise DataError(f"{folder / ABOUT}: is not of a store of embeddings (write one with contaccum encode)")
+    if about.get("version") != _VERSION:
+        wrote = (about.get("software") or [{}])[-1].get("versions", {}).get("contaccum", "another version")
+        what = f"a store of format {about.get('version')}, written by contaccum {wrote}"
+        raise DataError(f"{folder}: {what}; this version reads format {_VERSION} (encode the corpus again)")
     return about
 
 
-def shard_folder(folder: Path, number: int) -> Path:
-    """Where shard `number` of a store lies."""
+def check_folder(folder: Path) -> dict[str, Any] | None:
+    """The content of store.json of the store that lies there, None where nothing does; nothing is written.
+
+    Raises:
+        UserError: something else lies there.
+    """
+    about = read_about(folder)
+    if about is None and folder.exists():
+        if not folder.is_dir():
+            raise UserError(f"{folder}: is a file (name a folder)")
+        # Hidden files are what a process left that was killed before there was a store.json.
+        if strange := sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")):
+            raise UserError(f"{folder}: holds no store, but {strange[0]!r} (name an empty folder)")
+    return about
+
+
+def differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
+    """What differs between two structures of JSON, in words: "tokenisation document_max_length 64, here 128"."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            yield from differences(there.get(key), here.get(key), f"{name} {key}".strip())
+    elif there != here:
+        shown = [v[:12] if isinstance(v, str) and len(v) == 64 else json.dumps(v) for v in (there, here)]
+        yield f"{name} {shown[0]}, here {shown[1]}"
+
+
+def _shard_folder(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}"
 
 
-def check_dtype(name: str) -> None:
-    """Raise `ConfigError` for a dtype that a store does not have."""
-    if name not in DTYPES:
-        raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, not {name!r}")
+def _bytes_of(folder: Path) -> dict[str, int]:
+    return {name: (folder / name).stat().st_size for name in (_EMBEDDINGS, _IDS)}
+
+
+def _remove(folder: Path) -> None:
+    """Remove a store: what it is known to hold, and store.json last, by which it is known until then."""
+    for path in folder.glob("shard-*"):
+        shutil.rmtree(path)
+    (folder / ABOUT).unlink()
 
 
 def _map_ids(path: Path) -> Any:
     import pyarrow as pa
 
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            table = reader.read_all()
-            if table.schema != pa.schema([("id", pa.string())]):
-                raise ValueError(f"{path} has the columns {', '.join(table.schema.names)}, not id")
-            column = table.column("id").combine_chunks()
-        column.validate(full=True)  # offsets of a broken file would be followed anywhere
-    except pa.ArrowException as error:
-        raise ValueError(f"{path}: {error}") from error
-    return column
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        ids = reader.read_all()["id"].combine_chunks()
+    if ids.type != pa.string():
+        raise ValueError(f"{path} holds {ids.type}, not strings")
+    ids.validate(full=True)  # offsets of a broken file would be followed anywhere
+    return ids
 
 
 @contextmanager
@@ -230,4 +370,4 @@ def _refusing_broken(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         what = f"{type(error).__name__} {error}" if isinstance(error, (KeyError, TypeError)) else str(error)
-        raise DataError(one_line(f"{folder}: the store is broken: {what} (encode the corpus again)")) from error
+        raise DataError(f"{folder}: the store is broken: {' '.join(what.split())} (encode the corpus again)") from error

@@ -164,7 +164,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             value, choices = getattr(self, name), self.__dataclass_fields__[name].metadata.get("choices")
             if choices and isinstance(value, str):
                 check_choice(name, value, choices)
-        self.take_set_sampler()
+        self._take_set_sampler()
         refuse(RULES, a=self)
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
@@ -195,7 +195,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             "gather_across_devices": self.gathers,
         }
 
-    def take_set_sampler(self) -> None:
+    def _take_set_sampler(self) -> None:
         """Settle ``set_sampler``: one of ``SET_SAMPLERS``, or None for a sampler of the user's."""
         if isinstance(self.sampling_weights, str):
             with suppress(ValueError):  # what is no mapping is refused by a rule

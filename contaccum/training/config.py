@@ -31,7 +31,7 @@ from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
 from contaccum.errors import ConfigError, check_choice, closest
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.training.arguments import ContAccumTrainingArguments, option
-from contaccum.training.rules import DATA_RULES, RULES, refuse
+from contaccum.training.rules import DATA_RULES, refuse
 
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder
@@ -206,14 +206,13 @@ def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse whatever can be known to be wrong before anything is loaded."""
     sets = data.sets  # checks them, and what all have in common
     weights = {one.name: one.weight for one in sets if one.weight is not None}
-    if weights and args.sampling_weights:
+    if weights and (args.sampling_weights or args.set_sampler not in ("proportional", "weights")):
         raise ConfigError(
-            f"sampling_weights={args.sampling_weights} with a weight in train_data ({', '.join(weights)}): say it once"
+            f"a weight in train_data ({', '.join(weights)}) with sampling_weights={args.sampling_weights} and "
+            f"multi_dataset_batch_sampler={args.set_sampler}: say once how sets are sampled"
         )
     if weights:
-        args.sampling_weights = weights
-        args.take_set_sampler()
-    refuse(RULES, a=args)
+        args.sampling_weights, args.set_sampler, args.multi_dataset_batch_sampler = weights, "weights", "weights"
     refuse(DATA_RULES, d=data, a=args)
     for name in args.sampling_weights or ():
         check_choice("sampling_weights: a training set", name, [one.name for one in sets])

@@ -78,8 +78,8 @@ class NegativeRefresh:
         rows, record = torch.from_numpy(self.rows.copy()), torch.zeros(3, dtype=torch.float64)
         if first_rank:
             mined = mine_hard_negatives(
-                model,
                 self.data,
+                model,
                 num_negatives=args.refresh_pool,
                 range_max=args.refresh_range_max,
                 relative_margin=args.refresh_relative_margin,

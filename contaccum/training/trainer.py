@@ -129,6 +129,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             torch.cuda.set_per_process_memory_fraction(args.memory_limit_gb * 2**30 / total, args.device)
         train_dataset, self.refresh = with_refresh(args, train_dataset, mining_data)
         train_dataset, self._row_facts = take_row_facts(args, train_dataset)
+        if args.topic_column and any(facts.topics is None for facts in self._row_facts.values()):
+            raise ConfigError(
+                f"topic_column={args.topic_column}: the training data has no such column. Name one, or add it"
+            )
         eval_dataset, _ = take_row_facts(args, eval_dataset)
         self.samplings = samplings_of(train_dataset)
         texts = train_dataset if train_dataset is not None else eval_dataset

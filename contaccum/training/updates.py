@@ -38,7 +38,7 @@ class Update:
         norms, learning_rate, about: what its line in the log says beside.
     """
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     inputs: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     bad: list[tuple[int, Tensor]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Deliberately broken files: what is no data at all, damaged, of other characters, or of records that lack something.
 
-Every case writes its files and says what to read, the line that is expected under "stop" (a regular expression; None: it
-is read whole), and what under "skip": (rows, records reported; -1: some), or None where nothing can be used.
+Every case writes its files and says what to read, the line that is expected under "stop" (a regular expression; None:
+it is read whole), and what under "skip": (rows, records reported; -1: some), or None where nothing can be used.
 """
 
 from __future__ import annotations

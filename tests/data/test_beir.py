@@ -1,4 +1,4 @@
-"""Invariants of BEIR data: every bad record is named, what is read is what BEIR would read, a download is whole or not."""
+"""Invariants of BEIR data: every bad record is named, what is read is what BEIR reads, a download is whole or not."""
 
 from __future__ import annotations
 

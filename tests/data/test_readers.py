@@ -102,7 +102,7 @@ def test_formats_with_names_of_their_own_refuse_a_mapping_and_judgements_refuse_
         read_records(WRITERS["dpr"](tmp_path), columns={"query": "question"})
     with pytest.raises(ConfigError, match="topic_column=t, but data_format=beir has no topics"):
         read_records(WRITERS["beir"](tmp_path), topic_column="t")
-    with pytest.raises(ConfigError, match="data_format must be one of .*, got 'xlsx'"):
+    with pytest.raises(ConfigError, match=r"data_format must be one of .*, got 'xlsx'"):
         read_records(tmp_path, data_format="xlsx")  # type: ignore[arg-type]  # the mistake that is tested
 
 

@@ -1,18 +1,13 @@
-"""FaissSearcher is BEIR's exact search behind BEIR's own interface, without its pickles."""
+"""FaissSearcher is BEIR's exact search behind BEIR's own interface."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from beir.retrieval.evaluation import EvaluateRetrieval
-from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
 from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.searcher import FaissSearcher, load_embeddings, save_embeddings
+from contaccum.retrieval.searcher import FaissSearcher
 
 
 class Stored:
@@ -43,13 +38,15 @@ def world():
 
 @pytest.mark.parametrize("score_function", ["cos_sim", "dot"])
 def test_retrieve_equals_beirs_exact_search(world, score_function):
+    evaluation = pytest.importorskip("beir.retrieval.evaluation")
+    from beir.retrieval.search.dense import DenseRetrievalExactSearch
+
     corpus, queries, model = world
-    k_values = [1, 10, 50]
-    expected = EvaluateRetrieval(
-        DenseRetrievalExactSearch(model, show_progress_bar=False), k_values, score_function
-    ).retrieve(corpus, queries)
-    found = EvaluateRetrieval(FaissSearcher(model, show_progress_bar=False), k_values, score_function).retrieve(
-        corpus, queries
+    exact = DenseRetrievalExactSearch(model, show_progress_bar=False)
+    ours = FaissSearcher(model, show_progress_bar=False)
+    expected, found = (
+        evaluation.EvaluateRetrieval(searcher, [1, 10, 50], score_function).retrieve(corpus, queries)
+        for searcher in (exact, ours)
     )
     assert found.keys() == expected.keys()
     for qid in queries:
@@ -58,103 +55,40 @@ def test_retrieve_equals_beirs_exact_search(world, score_function):
             assert found[qid][docid] == pytest.approx(score, abs=1e-4)
 
 
-def test_a_document_with_the_querys_id_is_dropped_and_replaced(world):
+def test_a_document_with_the_querys_id_is_dropped_and_replaced_and_results_are_best_first(world):
     corpus, queries, model = world
     run = FaissSearcher(model).search(corpus, queries, top_k=5, score_function="cos_sim")
-    assert all(qid not in hits and len(hits) == 5 for qid, hits in run.items())
-
-
-def test_results_are_best_first_and_scores_are_floats(world):
-    corpus, queries, model = world
-    for hits in FaissSearcher(model).search(corpus, queries, top_k=20, score_function="dot").values():
+    for qid, hits in run.items():
         scores = list(hits.values())
+        assert qid not in hits and len(hits) == 5
         assert scores == sorted(scores, reverse=True) and all(type(score) is float for score in scores)
 
 
-def test_k_beyond_the_corpus_and_a_single_query(world):
+def test_k_beyond_the_corpus_and_no_queries(world):
     corpus, queries, model = world
     run = FaissSearcher(model).search(corpus, {"d17": queries["d17"]}, top_k=1000)
     assert set(run["d17"]) == set(corpus) - {"d17"}
-
-
-def test_no_queries_give_an_empty_run(world):
-    corpus, _, model = world
     model.encode_queries = lambda *args, **kwargs: np.empty((0, 24))
     assert FaissSearcher(model).search(corpus, {}, top_k=3) == {}
 
 
-def test_an_approximate_index_leaves_out_what_it_does_not_find(world):
+def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_recall(world):
     corpus, queries, model = world
-    run = FaissSearcher(model, index="IVF8,Flat", index_parameters="nprobe=1").search(corpus, queries, top_k=149)
-    assert all(0 < len(hits) < 149 and set(hits) <= set(corpus) for hits in run.values())
+    searcher = FaissSearcher(model, index="IVF8,Flat", index_parameters="nprobe=1")
+    run = searcher.search(corpus, queries, top_k=100)
+    assert all(0 < len(hits) < 100 and set(hits) <= set(corpus) for hits in run.values())
+    assert searcher.recall["queries"] == 20 and 0 < searcher.recall["recall@100"] < 1
+    assert searcher.last_index.parameters == "nprobe=1"
+    stages = ("encode_queries", "encode_corpus", "index", "search", "recall")
+    assert list(searcher.timing) == [f"{stage}_seconds" for stage in stages]
 
 
-@pytest.mark.parametrize("score_function", ["cos_sim", "dot"])
-def test_encode_and_retrieve_equals_retrieve(world, tmp_path, score_function):
-    corpus, queries, model = world
-    searcher = FaissSearcher(model, corpus_chunk_size=40)
-    searcher.encode(corpus, queries, tmp_path / "e")
-    files = sorted((tmp_path / "e").glob("corpus.*.npz"))
-    assert len(files) == 4
-    found = searcher.search_from_files(tmp_path / "e" / "queries.npz", files, 10, score_function)
-    expected = searcher.search(corpus, queries, 10, score_function)
-    for qid in queries:
-        assert list(found[qid]) == list(expected[qid])
-        np.testing.assert_allclose(list(found[qid].values()), list(expected[qid].values()), atol=1e-6)
-
-
-def test_beirs_encode_and_retrieve_works_with_npz_names(world, tmp_path):
-    corpus, queries, model = world
-    names = {"query_filename": "queries.npz", "corpus_filename": "corpus.*.npz"}
-    run = EvaluateRetrieval(FaissSearcher(model), [10]).encode_and_retrieve(corpus, queries, str(tmp_path), **names)
-    assert run.keys() == queries.keys()
-
-
-def test_pickles_are_refused_unread(world, tmp_path):
-    corpus, queries, model = world
-    with pytest.raises(ConfigError, match="never in pickles"):
-        EvaluateRetrieval(FaissSearcher(model), [10]).encode_and_retrieve(corpus, queries, str(tmp_path / "e"))
-    assert not (tmp_path / "e").exists()
-    with pytest.raises(ConfigError, match="never in pickles"):
-        load_embeddings(tmp_path / "corpus.0.pkl")
-
-
-def test_objects_in_an_npz_are_not_unpickled(tmp_path):
-    np.savez(tmp_path / "x.npz", ids=np.array([object()], dtype=object), embeddings=np.ones((1, 2)))
-    with pytest.raises(DataError, match="not a file of embeddings"):
-        load_embeddings(tmp_path / "x.npz")
-
-
-def test_embeddings_of_other_texts_are_not_taken_for_these(world, tmp_path):
-    corpus, queries, model = world
-    searcher = FaissSearcher(model)
-    searcher.encode(corpus, queries, tmp_path)
-    searcher.encode(corpus, queries, tmp_path)
-    fewer = dict(list(corpus.items())[:10])
-    with pytest.raises(DataError, match="other texts"):
-        searcher.encode(fewer, queries, tmp_path)
-    searcher.encode(fewer, queries, tmp_path, overwrite=True)
-    assert load_embeddings(tmp_path / "corpus.0.npz")[0] == list(fewer)
-
-
-def test_a_document_in_two_files_is_refused(world, tmp_path):
-    for name in ("queries.npz", "corpus.0.npz", "corpus.1.npz"):
-        save_embeddings(tmp_path / name, ["a", "b"], np.eye(2))
-    with pytest.raises(DataError, match="two of the corpus files"):
-        FaissSearcher(world[2]).search_from_files(tmp_path / "queries.npz", sorted(tmp_path.glob("corpus*")), 1)
-
-
-def test_an_unknown_score_function_is_refused(world):
+def test_a_score_function_or_corpus_that_cannot_be_searched_is_refused(world):
     corpus, queries, model = world
     with pytest.raises(ConfigError, match="cos_sim"):
         FaissSearcher(model).search(corpus, queries, 1, "euclidean")
-
-
-def test_importing_contaccum_imports_neither_faiss_nor_beir():
-    code = (
-        "import sys, contaccum, contaccum.retrieval, contaccum.evaluation, contaccum.retrieval.encoding, "
-        "contaccum.retrieval.index, contaccum.evaluation.beir; "
-        "print({'faiss', 'beir', 'pytrec_eval', 'torch'} & sys.modules.keys())"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "set()"
+    with pytest.raises(DataError, match="no documents"):
+        FaissSearcher(model).search({}, queries, 1)
+    model.similarity_fn_name = "manhattan"
+    with pytest.raises(ConfigError, match="compares by 'manhattan'"):
+        FaissSearcher(model).metric()

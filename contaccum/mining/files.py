@@ -1,30 +1,22 @@
-"""Mined negatives as files: in one of four formats, with a report beside them, each whole or not at all.
-
-It knows formats and paths. What the negatives are was decided before.
-"""
+"""Mined negatives as files: in one of four formats, with a report beside them, each whole or not at all."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from contaccum.data.records import one_line
-from contaccum.errors import ConfigError, UserError
-from contaccum.mining.miner import MinedNegatives, MinedQuery, OnTooFew, Scored
-from contaccum.redaction import redact_record
-
-OutputFormat = Literal["pairs", "dpr", "tevatron", "ntuples"]
+from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.files import AnyPath, require_writable, write_json, write_text
+from contaccum.mining.miner import MinedNegatives, MinedQuery, Scored
 
 
 def write_mined(
     mined: MinedNegatives,
-    path: str | os.PathLike[str],
-    output_format: OutputFormat = "pairs",
-    on_too_few: OnTooFew = "drop",
+    path: AnyPath,
+    output_format: str = "pairs",
+    on_too_few: str = "drop",
     report: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> tuple[Path, Path]:
@@ -48,19 +40,17 @@ def write_mined(
         ConfigError, UserError: see `check_output`.
         DataError: under "drop", when no query has enough negatives.
     """
-    from contaccum.evaluation.results import write_atomically
-
     path = check_output(path, output_format, overwrite)
-    if on_too_few not in ("drop", "keep"):
-        raise ConfigError(f"on_too_few must be drop or keep, got {on_too_few!r}")
-    if on_too_few == "drop":
-        mined.require_full_queries()
-    record = {**(report or {}), "output_format": output_format, **mined.record(on_too_few)}
-    # Made first: whatever may fail in it should fail before the negatives are there.
-    text = json.dumps(redact_record(record), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    lines = (line for query in mined.queries(on_too_few) for line in _FORMATS[output_format][1](query))
-    write_atomically(path, _array(lines) if output_format == "dpr" else (f"{_json(line)}\n" for line in lines))
-    write_atomically(report_of(path), [text])
+    check_choice("on_too_few", on_too_few, ("drop", "keep"))
+    record = mined.record(on_too_few)
+    if not record["queries_kept"]:
+        mend = "lower num_negatives, loosen the rules, or use on_too_few keep"
+        raise DataError(f"{mined.data.record['path']}: no query has {mined.rules.num_negatives} negatives ({mend})")
+    wanted = mined.rules.num_negatives if on_too_few == "drop" else 0
+    kept = (query for query in mined.queries if len(query.negatives) >= wanted)
+    lines = [json.dumps(line, ensure_ascii=False) for query in kept for line in _FORMATS[output_format][1](query)]
+    write_text(path, "[\n" + ",\n".join(lines) + "\n]\n" if output_format == "dpr" else (f"{line}\n" for line in lines))
+    write_json(report_of(path), {**(report or {}), "output_format": output_format, **record})
     return path, report_of(path)
 
 
@@ -69,71 +59,51 @@ def report_of(path: Path) -> Path:
     return path.with_name(path.name + ".report.json")
 
 
-def check_output(
-    path: str | os.PathLike[str], output_format: str, overwrite: bool = False, inputs: Iterable[Any] = ()
-) -> Path:
+def check_output(path: AnyPath, output_format: str, overwrite: bool = False, inputs: Iterable[Any] = ()) -> Path:
     """`path`, once its folder is there and can be written to.
 
     Args:
-        inputs: files, and folders of files, that must not be replaced, whatever `overwrite` says.
+        inputs: files and BEIR folders that must not be replaced, whatever `overwrite` says.
 
     Raises:
         ConfigError: an unknown format, a name that does not fit it, or a file that is there already.
         UserError: the path is a folder, or cannot be written to.
     """
     path = Path(path)
-    if output_format not in _FORMATS:
-        raise ConfigError(f"output_format={output_format!r} is unknown (use one of {', '.join(_FORMATS)})")
+    check_choice("output_format", output_format, OUTPUT_FORMATS)
     suffix = _FORMATS[output_format][0]
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; name a file, such as {path / f'hard{suffix}'}")
+    require_writable(path)
     if path.suffix != suffix:
         raise ConfigError(f"{path}: output_format {output_format} is written to a file that ends in {suffix}")
-    files = {file.resolve() for given in inputs if given is not None for file in _files_of(Path(given))}
+    given = [Path(name) for name in inputs if name is not None]
+    read = {file.resolve() for one in given for file in (one, one / "corpus.jsonl", one / "queries.jsonl")}
     for written in (path, report_of(path)):
-        if written.resolve() in files:
+        if written.resolve() in read:
             raise ConfigError(f"{written}: is also the input; name another file")
-    for existing in (path, report_of(path)):
-        if existing.exists() and not overwrite:
-            raise ConfigError(f"{existing}: exists already (name another file, or replace it with --overwrite)")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(one_line(f"{path}: cannot be written here ({error.strerror or error})")) from error
+        if written.exists() and not overwrite:
+            raise ConfigError(f"{written}: exists already (name another file, or replace it with --overwrite)")
     return path
 
 
-def _files_of(given: Path) -> Iterator[Path]:
-    """What is read where `given` is the input: of a folder the files of a BEIR set, not what lies beside them."""
-    yield given
-    if given.is_dir():
-        for name in ("corpus.jsonl", "queries.jsonl"):
-            yield given / name
-
-
 def _pairs(query: MinedQuery) -> Iterator[dict[str, Any]]:
+    second = [_short(n.cross_encoder_score) for n in query.negatives if n.cross_encoder_score is not None]
     for positive in query.positives[: query.pair_count]:
-        line = {
+        yield {
             "query": query.query,
-            "positive": positive.document.passage,
-            "negatives": [negative.document.passage for negative in query.negatives],
+            "positive": positive.passage,
+            "negatives": [negative.passage for negative in query.negatives],
             "positive_score": _short(positive.score),
             "negative_scores": [_short(negative.score) for negative in query.negatives],
+            **({"negative_cross_encoder_scores": second} if second else {}),
         }
-        second = [_short(n.cross_encoder_score) for n in query.negatives if n.cross_encoder_score is not None]
-        if second:
-            line["negative_cross_encoder_scores"] = second
-        yield line
 
 
 def _ntuples(query: MinedQuery) -> Iterator[dict[str, Any]]:
     for positive in query.positives[: query.pair_count]:
         yield {
             "query": query.query,
-            "positive": positive.document.passage,
-            **{f"negative_{i}": negative.document.passage for i, negative in enumerate(query.negatives, start=1)},
+            "positive": positive.passage,
+            **{f"negative_{i}": negative.passage for i, negative in enumerate(query.negatives, start=1)},
             "scores": [_short(scored.score) for scored in (positive, *query.negatives)],
         }
 
@@ -150,7 +120,7 @@ def _dpr(query: MinedQuery) -> Iterator[dict[str, Any]]:
 
 def _tevatron(query: MinedQuery) -> Iterator[dict[str, Any]]:
     yield {
-        "query_id": query.id,
+        "query_id": query.query_id,
         "query": query.query,
         "positive_passages": [_context(scored, "docid") for scored in query.positives],
         "negative_passages": [_context(scored, "docid") for scored in query.negatives],
@@ -159,30 +129,17 @@ def _tevatron(query: MinedQuery) -> Iterator[dict[str, Any]]:
 
 _FORMATS: dict[str, tuple[str, Callable[[MinedQuery], Iterator[dict[str, Any]]]]] = {
     "pairs": (".jsonl", _pairs),
-    "ntuples": (".jsonl", _ntuples),
     "dpr": (".json", _dpr),
     "tevatron": (".jsonl", _tevatron),
+    "ntuples": (".jsonl", _ntuples),
 }
 OUTPUT_FORMATS = tuple(_FORMATS)
 
 
 def _context(scored: Scored, id_field: str) -> dict[str, Any]:
-    document = scored.document
-    return {id_field: document.id, "title": document.title, "text": document.text, "score": _short(scored.score)}
+    return {id_field: scored.id, "title": scored.title, "text": scored.text, "score": _short(scored.score)}
 
 
 def _short(score: float) -> float:
     """Seven digits, about what a float32 has."""
     return float(f"{score:.7g}")
-
-
-def _json(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, allow_nan=False)
-
-
-def _array(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    separator = "[\n"
-    for record in records:
-        yield separator + _json(record)
-        separator = ",\n"
-    yield "\n]\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 
-import numpy as np
 import pytest
-from mining_files import write_beir, write_lines
+from datasets import Dataset
+from mining_files import write_beir, write_lines, write_pairs
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.mining import load_mining_data
@@ -24,7 +24,7 @@ def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come
     assert [passages(data, rows) for rows in data.positives] == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
     assert data.pair_counts == [2, 1, 1]
     assert [passages(data, rows) for rows in data.excluded] == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
-    assert (data.record["pairs"], data.record["pairs_that_occur_again"]) == (4, 1)
+    assert (data.record["pairs"], data.record["pairs_that_occur_again_or_are_empty"]) == (4, 1)
 
 
 def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
@@ -53,8 +53,7 @@ def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_ca
     folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)])
     data = load_mining_data(folder)
     assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
-    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3"], ["d5"]]
-    assert [[data.documents[row].id for row in rows] for rows in data.same_as_query] == [["d6"], []]
+    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3", "d6"], ["d5"]]
     assert (data.record["passages_that_occur_again"], data.record["empty_passages"]) == (1, 1)
 
 
@@ -84,33 +83,11 @@ def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_can
     assert data.pool_size == 1 and data.positives == [[1]] and data.excluded == [[]]
 
 
-def test_positives_keep_the_spelling_of_the_data_and_get_the_ids_of_the_corpus(tmp_path):
-    texts = ["the sky it is blue.", "Grass It is green.", "new"]
-    file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": text} for text in texts])
-    corpus = write_lines(tmp_path / "c.jsonl", [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items()])
-    data = load_mining_data(file, corpus)
-    assert data.positive_documents == [
-        [("d0", "", "the sky it is blue."), ("d5", "Grass", "It is green."), ("passage-2", "", "new")]
-    ]
-    judged = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d1", 1)])
-    assert load_mining_data(judged).positive_documents == [[("d1", "the sky", "it is blue.")]]
-
-
 def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
     folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
     cleaned = write_lines(tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}])
     data = load_mining_data(folder, cleaned)
     assert data.excluded == [[0], []] and data.record["corpus"]["fingerprint"] != data.record["fingerprint"]
-
-
-def test_marked_finds_exactly_the_listed_rows(tmp_path):
-    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": p} for p in "abcd"]))
-    rng = np.random.default_rng(0)
-    listed = [sorted(rng.choice(4, size=n, replace=False).tolist()) for n in (0, 1, 2, 3, 4)]
-    rows, numbers = rng.integers(-1, 4, size=(5, 6)), np.array([4, 0, 2, 1, 3])
-    expected = [[row in listed[number] for row in line] for number, line in zip(numbers, rows.tolist(), strict=True)]
-    assert data.marked(listed, numbers, rows).tolist() == expected
-    assert not data.marked([[]] * 5, numbers, rows).any()
 
 
 @pytest.mark.parametrize(
@@ -135,3 +112,47 @@ def test_tables_with_columns_of_their_own_are_mined_too(tmp_path):
     (tmp_path / "p.csv").write_text("ask,reply\nq1,a\nq2,b\n")
     data = load_mining_data(tmp_path / "p.csv", columns={"query": "ask", "positive": "reply"})
     assert data.queries == ["q1", "q2"] and [passages(data, rows) for rows in data.positives] == [["a"], ["b"]]
+
+
+def test_records_and_a_corpus_in_memory_give_what_their_files_give(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    from_file = load_mining_data(pairs)
+    shapes = (
+        records,
+        iter(records),
+        Dataset.from_list(records),
+        [(record["query"], record["positive"]) for record in records],
+        [{"question": record["query"], "passage": record["positive"]} for record in records],
+        [{"positive": record["positive"], "query": record["query"]} for record in records],
+    )
+    for shape in shapes:
+        data = load_mining_data(shape)
+        assert data == from_file and data.record["fingerprint"] == from_file.record["fingerprint"]
+    corpus = [{"_id": f"d{i}", "title": "the sky", "text": f"the cat {i}"} for i in range(9)]
+    corpus.append({"_id": "copy", "title": "", "text": records[0]["positive"].upper()})
+    from_file = load_mining_data(records, write_lines(tmp_path / "c.jsonl", corpus))
+    assert from_file.pool_size == 10 and from_file.excluded[0] == [9]
+    assert load_mining_data(records, corpus) == from_file
+    texts = load_mining_data(records, [f"{c['title']} {c['text']}".strip() for c in corpus])
+    assert (texts.pool_size, texts.excluded) == (10, from_file.excluded)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"query": "q", "positive": None}, r"records:2: missing positive"),
+        ({"query": "q"}, "records:2: not a query and its positive"),
+        ({"query": " ", "positive": "p"}, "records:2: empty query"),
+        ("q and p", "records:2: not a query and its positive"),
+        (("q", ["p", 7]), "records:2: positive is not text"),
+    ],
+)
+def test_a_bad_record_in_memory_is_named_or_left_out(bad, message):
+    source = [("q", "p"), bad, ("r", "s")]
+    with pytest.raises(DataError, match=message):
+        load_mining_data(source)
+    data = load_mining_data(source, on_bad_record="skip")
+    assert data.queries == ["q", "r"] and "1 left out" in data.record["records"]
+    with pytest.raises(DataError, match="corpus:2: missing text"):
+        load_mining_data([("q", "p")], ["a", {"_id": "x"}])

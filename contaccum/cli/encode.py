@@ -1,0 +1,110 @@
+"""`contaccum encode MODEL --corpus PATH --output FOLDER`: a corpus of any size into a store of embeddings.
+
+Refuses early, then reads and encodes shard by shard. Under torchrun or `accelerate launch` each process takes every
+n-th shard; they meet once, at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from contaccum.cli.options import Parser, autocast_dtype, load_model
+from contaccum.errors import ConfigError
+
+# Texts encoded between two steps of the bar; they are sorted by length, so that little is padding.
+_WINDOW = 4096
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """`contaccum encode MODEL --corpus PATH --output FOLDER`; returns 0.
+
+    Raises `UserError` for every mistake in the arguments, the data, the model or the folder.
+    """
+    args = _parse(argv)
+    import numpy as np
+    from tqdm.auto import tqdm
+
+    from contaccum.data import RecordReport, count_roughly
+    from contaccum.files import redact
+    from contaccum.retrieval.encode import encode_texts
+    from contaccum.retrieval.sources import encoding_identity, read_texts, source_file
+    from contaccum.retrieval.store import StoreWriter, check_folder
+
+    # What cannot be read or written is refused before a model is loaded.
+    next(read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record)), None)
+    check_folder(args.output)
+    state = _processes(args)
+    rank, ranks = (state.process_index, state.num_processes) if state else (0, 1)
+    model = load_model(args.model, args)
+    identity = encoding_identity(model, args.kind, args.precision, args.dtype, args.shard_size)
+    notes = {"model_name": redact(args.model), "corpus": {"path": redact(str(args.corpus))}}
+    with state.main_process_first() if state else nullcontext():
+        writer = StoreWriter(args.output, identity, notes, first=rank == 0, overwrite=args.overwrite)
+    if state:  # a rank may take hours longer than another, and no collective waits so long
+        state.destroy_process_group()
+
+    report, started, encoded = RecordReport(args.on_bad_record), time.perf_counter(), 0
+    hidden = args.no_progress or rank > 0
+    total = None if hidden else -(-count_roughly(source_file(args.corpus, args.kind)) // ranks)
+    # Batches come longest first, so that the speed of the last moment says little: the bar shows the mean.
+    with tqdm(total=total, unit=f" {args.kind}s", desc="Encoding", smoothing=0, disable=hidden) as bar:
+
+        def encode(texts: list[str]) -> np.ndarray:
+            nonlocal encoded
+            parts = []
+            for start in range(0, len(texts), _WINDOW):
+                window = texts[start : start + _WINDOW]
+                parts.append(encode_texts(model, window, args.kind, args.batch_size, autocast_dtype(args)))
+                encoded += len(window)
+                bar.update(len(window))
+            return np.concatenate(parts)
+
+        texts = read_texts(args.corpus, args.kind, report)
+        finished = writer.fill(texts, encode, rank, ranks, on_found=bar.update)
+    if rank == 0:
+        print(report.summary())
+    speed = f", {encoded / (time.perf_counter() - started):,.0f} a second" if encoded else ""
+    end = f"written: {args.output} ({report.used:,} rows)" if finished else "other ranks are still at work"
+    print(f"{encoded:,} encoded{f' by rank {rank}' if ranks > 1 else ''}{speed}; {end}")
+    return 0
+
+
+def _processes(args: argparse.Namespace) -> Any:
+    """The processes that encode together, None for one alone; sets the device of each."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    import torch
+    from accelerate import PartialState
+
+    # Unless it is told so, accelerate takes each process of a machine without an accelerator for the only one.
+    state = PartialState(cpu=args.device == "cpu" or (args.device is None and not torch.accelerator.is_available()))
+    if str(state.num_processes) != os.environ["WORLD_SIZE"]:
+        raise ConfigError(f"several processes cannot work together on {state.device} (give them --device cpu)")
+    args.device = args.device or str(state.device)
+    return state
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("encode", "Encode a corpus of any size into a memory-mapped store of embeddings.")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    forms = "jsonl, parquet, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
+    add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
+    parser.add_shared("output")
+    add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
+    add("--dtype", choices=("float32", "float16"), default="float32", help="of the store")
+    add("--shard_size", type=int, default=50_000, metavar="ROWS", help="what a killed run loses at most")
+    add("--overwrite", action="store_true", help="start anew where another store lies")
+    parser.add_shared("precision", "batch_size", "query_max_length", "passage_max_length", "on_bad_record")
+    parser.add_shared("device", "no_progress", "trust_remote_code")
+    args = parser.parse(argv)
+    for name in ("batch_size", "shard_size"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, not {getattr(args, name)}")
+    return args

@@ -1,0 +1,157 @@
+"""Exact search beside beir's, and what approximate indexes cost and find, on the same embeddings in one run.
+
+    python eval/bench_search.py --rows 1000000 --queries 1000 --k 1000              # ours beside beir's, in turns
+    python eval/bench_search.py --rows 100000 --k 100 --indexes Flat HNSW32@efSearch=64 IVF1024,Flat@nprobe=16
+
+Embeddings are made up: `clusters` centres drawn from a normal distribution, each document one of them plus a normal
+vector `spread` times as long, each query a document plus the same again; all of length 1. Text embeddings are clustered
+too, and plain normal vectors would make every approximate index look poor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from contaccum.files import git_commit, package_versions, write_json
+from contaccum.retrieval.index import build_index, check_factory, recall_against_exact, search
+from contaccum.retrieval.searcher import FaissSearcher, Run
+
+# What float32 scores of vectors of length 1 may differ by, summed in different orders.
+ROUNDING = 2e-6
+
+
+def made_up(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Documents (rows, d) and queries (queries, d), float32, of length 1."""
+    rng = np.random.default_rng(args.seed)
+    centres = rng.standard_normal((args.clusters, args.dimension), dtype=np.float32)
+
+    def near(some: np.ndarray) -> np.ndarray:
+        some += args.spread * rng.standard_normal(some.shape, dtype=np.float32)
+        return some / np.linalg.norm(some, axis=1, keepdims=True)
+
+    documents = np.empty((args.rows, args.dimension), dtype=np.float32)
+    for start in range(0, args.rows, 65_536):
+        part = documents[start : start + 65_536]
+        part[:] = near(centres[rng.integers(0, args.clusters, len(part))])
+    chosen = documents[rng.integers(0, args.rows, args.queries)]
+    return documents, near(chosen * np.float32(np.sqrt(args.dimension)))
+
+
+class Stub:
+    """A model that hands out embeddings, and says when the first block of documents was had."""
+
+    def __init__(self, documents: Any, queries: Any) -> None:
+        self.documents, self.queries, self.place, self.began = documents, queries, 0, (0.0, 0.0)
+
+    def encode_queries(self, texts: Any, **settings: Any) -> Any:
+        return self.queries
+
+    def encode_corpus(self, texts: Any, **settings: Any) -> Any:
+        if not self.place:
+            self.began = time.perf_counter(), time.process_time()
+        self.place += len(texts)
+        return self.documents[self.place - len(texts) : self.place]
+
+
+def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
+    """Turns of ours and theirs. Timed from the first block of the corpus on: theirs are scores, top k and heaps (not
+    sorting the corpus by length), ours all that follows encoding: checks, search, the dictionary of results.
+    """
+    import torch
+    from beir.retrieval.search.dense import DenseRetrievalExactSearch
+
+    logging.getLogger("beir").setLevel(logging.WARNING)
+    text = {"title": "", "text": ""}  # one for all: beir sorts by length, and so leaves the order
+    corpus = {f"d{row}": text for row in range(len(documents))}
+    asked = dict.fromkeys([f"q{row}" for row in range(len(queries))], "")
+
+    def timed(searcher: Callable[[Any], Any], model: Stub) -> tuple[float, float, Run]:
+        run = searcher(model).search(corpus, asked, args.k, "cos_sim")
+        return time.perf_counter() - model.began[0], time.process_time() - model.began[1], run
+
+    turns = []
+    for turn in range(args.repeats):
+        seconds, cpu, ours = timed(lambda m: FaissSearcher(m, show_progress_bar=False), Stub(documents, queries))
+        tensors = Stub(torch.from_numpy(documents), torch.from_numpy(queries))
+        seconds_beir, cpu_beir, theirs = timed(lambda m: DenseRetrievalExactSearch(m, show_progress_bar=False), tensors)
+        turns.append({"seconds": seconds, "cpu": cpu, "seconds_beir": seconds_beir, "cpu_beir": cpu_beir})
+        print(f"turn {turn + 1}: " + ", ".join(f"{name} {value:.1f}" for name, value in turns[-1].items()), flush=True)
+    speedup = {f"speedup{of}": statistics.median(t[f"{n}_beir"] / t[n] for t in turns) for n, of in _CLOCKS.items()}
+    return {"turns": turns, **speedup, **differences(ours, theirs)}
+
+
+_CLOCKS = {"seconds": "", "cpu": "_cpu"}
+
+
+def differences(ours: Run, theirs: Run) -> dict[str, Any]:
+    """The share of queries with the same documents, documents that only one found and rounding does not explain, and
+    by how much scores differ."""
+    same, other, greatest = 0, 0, 0.0
+    for query, hits in ours.items():
+        there = theirs[query]
+        same += hits.keys() == there.keys()
+        last = max(min(hits.values()), min(there.values()))
+        other += sum(
+            abs(hits.get(document, there.get(document, 0.0)) - last) > ROUNDING
+            for document in hits.keys() ^ there.keys()
+        )
+        greatest = max([greatest, *(abs(hits[document] - there[document]) for document in hits.keys() & there.keys())])
+    return {"same_documents": same / len(ours), "other_documents": other, "score_difference": greatest}
+
+
+def compare_indexes(args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray) -> list[dict[str, Any]]:
+    """For each index and search parameters: seconds to build, queries a second, and recall against exact search."""
+    settings = [given.partition("@") for given in args.indexes]
+    for factory, _, parameters in settings:
+        check_factory(factory, args.dimension, args.rows, "dot", parameters or None)
+    results = []
+    for factory, _, parameters in settings:
+        started = time.perf_counter()
+        index = build_index(documents, factory, "dot", parameters=parameters or None)
+        result: dict[str, Any] = {"index": factory, "parameters": index.parameters}
+        result["build_seconds"] = time.perf_counter() - started
+        speeds = []
+        for _ in range(args.repeats):
+            started = time.perf_counter()
+            _, rows = search(index, queries, args.k)
+            speeds.append(len(queries) / (time.perf_counter() - started))
+        result["queries_per_second"] = statistics.median(speeds)
+        results.append(result | (recall_against_exact(index, queries, rows) or {}))
+        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in results[-1].items()))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {
+        "rows": 200_000,
+        "dimension": 384,
+        "queries": 1000,
+        "k": 1000,
+        "clusters": 2000,
+        "repeats": 1,
+        "seed": 0,
+    }
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--spread", type=float, default=0.7, help="from a centre, over its length")
+    parser.add_argument("--indexes", nargs="+", metavar="FACTORY[@PARAMETERS]", help="these instead of beir")
+    parser.add_argument("--output", metavar="FILE.json")
+    args = parser.parse_args()
+    documents, queries = made_up(args)
+    measure = compare_indexes if args.indexes else against_beir
+    result = {"settings": vars(args), "result": measure(args, documents, queries)}
+    print(result["result"])
+    if args.output:
+        write_json(args.output, {**result, "versions": package_versions(), "git_commit": git_commit()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""`contaccum train`: what it leaves, mistakes in one line, the examples of docs/data.md, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from sample_texts import sentences, write_training_and_beir_data
+from transformers import AutoModel, BertConfig
+
+from contaccum.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def places(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone, pairs to train on, a BEIR folder."""
+    root = tmp_path_factory.mktemp("train")
+    write_training_and_beir_data(root, 24)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    AutoModel.from_config(BertConfig(vocab_size=len(tiny_tokenizer), **sizes)).save_pretrained(root / "backbone")
+    tiny_tokenizer.save_pretrained(root / "backbone")
+    return root
+
+
+def train(places: Path, output: Path, *files: str, **keys: Any) -> int:
+    given = {
+        "model": places / "backbone",
+        "train_data": places / "pairs.jsonl",
+        "output_dir": output,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "bank_size": 8,
+        "num_train_epochs": 1,
+        "pooling": "mean",
+        "use_cpu": "true",
+        "disable_tqdm": "true",
+        "save_strategy": "no",
+    } | keys
+    return main(["train", *files, *(f"--{key}={value}" for key, value in given.items() if value is not None)])
+
+
+def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert train(places, output, tied="false", save_strategy="epoch") == 0
+    assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
+    assert {"modules.json", "run.json", "train_log.jsonl"} <= {path.name for path in output.iterdir()}
+    assert not list(output.rglob("training_args.bin"))
+    assert train(places, output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
+    assert [json.loads(x)["update"] for x in (output / "train_log.jsonl").read_text().splitlines()] == [*range(1, 7)]
+    # What it trained, it trains again: now the folder is a SentenceTransformer, with a pooling of its own.
+    assert train(places, tmp_path / "again", model=output, pooling=None) == 0
+    assert train(places, tmp_path / "no", model=output) == 2
+    assert "pooling=mean with model=" in capsys.readouterr().err
+
+
+def test_a_model_folder_of_the_version_before_loads(places: Path, tmp_path: Path) -> None:
+    """Beside the model it left the arguments as JSON and its logs, and no marker of ours."""
+    output = tmp_path / "out"
+    assert train(places, output, max_steps=1) == 0
+    (output / "training_args.json").write_text('{"method": "contaccum", "shard_bank": false}')
+    assert train(places, tmp_path / "again", model=output, pooling=None, max_steps=1) == 0
+
+
+def test_it_evaluates_and_says_on_what(places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "steps", "eval_steps": 2}
+    evaluated |= {"eval_corpus_size": 6, "early_stopping_patience": 5, "metric_for_best_model": "Recall@1"}
+    assert train(places, tmp_path / "run", save_strategy="best", **evaluated) == 0
+    said = capsys.readouterr().out
+    assert "every 2 updates on beir (test): 4 queries, a sample of 6 of 8 documents, best by recall@1" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "eval_log.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [2, 3] and 0 <= lines[0]["eval_recall@1"] <= 1
+    record = json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]
+    assert (record["sampled"], record["documents"], record["of_documents"]) == ("random", 6, 8)
+    assert train(places, tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
+    assert "dev" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"bank_sise": 3}, "did you mean 'bank_size'"),
+        ({"model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"train_data": "none.jsonl"}, "none.jsonl"),
+        ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
+        ({"resume_from_checkpoint": "last"}, "no checkpoint to resume from"),
+        ({"resume_from_checkpoint": "{places}"}, "not a checkpoint"),
+    ],
+)
+def test_mistakes_give_one_line_and_exit_code_2(
+    places: Path, keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(places, tmp_path / "o", **{k: str(v).format(places=places) for k, v in keys.items()}) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text((places / "pairs.jsonl").read_text() + '{"query": "no positive"}\n')
+    assert train(places, tmp_path / "out", train_data=data, model="nowhere/at/all") == 2
+    error = capsys.readouterr().err
+    assert "pairs.jsonl:25" in error and "--on_bad_record skip" in error
+    assert train(places, tmp_path / "out", train_data=data, on_bad_record="skip", max_steps=1) == 0
+    assert "1 left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("heading", ["Several sets", "Streaming"])
+def test_the_examples_of_the_docs_train(
+    places: Path, heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    queries, passages = sentences(20, 1), sentences(60, 2, 9)
+    rows = [{"query": q, "positive": passages[i]} for i, q in enumerate(queries)]
+    mined = [{**row, "negatives": passages[20 + 2 * i : 22 + 2 * i]} for i, row in enumerate(rows)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mined))
+    lines = [f"{q},{passages[-1 - i]}\n" for i, q in enumerate(queries)]
+    (tmp_path / "faq.csv").write_text("frage,antwort\n" + "".join(lines))
+    (tmp_path / "example.yaml").write_text(re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0])
+    monkeypatch.chdir(tmp_path)
+    assert train(places, tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, capsys.readouterr().err
+    data = json.loads(Path("out/run.json").read_text())["data"]
+    if heading == "Several sets":
+        expected = {"pairs": 1 / 3.5, "faq": 2 / 3.5, "mined": 0.5 / 3.5}
+        assert {one["name"]: one["weight"] for one in data["sets"]} == pytest.approx(expected)
+    else:
+        assert data["rows"] is None and len(data["fingerprint"]) == 64
+
+
+# Several processes ---------------------------------------------------------------------------------------------------
+
+
+def lines_of_the_page() -> dict[str, str]:
+    """Every line of docs/scaling.md that starts a run, by its program and how many hosts it is for."""
+    text = (DOCS / "scaling.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"^    (torchrun|accelerate launch) (.*)$", text, re.MULTILINE)
+    assert len(found) == 4
+    several = re.compile("--nnodes|--num_machines")
+    return {f"{name.split()[0]}-{'several' if several.search(rest) else 'one'}": rest for name, rest in found}
+
+
+def start(name: str, folder: Path, places: Path) -> list[tuple[int, str, str]]:
+    """The line with two processes: on one host, or one each on two, which are both this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program, hosts = name.split("-")
+    changes = {
+        "--nproc_per_node 8": f"--nproc_per_node {1 if hosts == 'several' else 2}",
+        "--num_processes 8": "--num_processes 2",
+        "--nnodes 4": "--nnodes 2",
+        "--num_machines 4 --num_processes 32": "--num_machines 2 --num_processes 2",
+        "HOST:29500": f"127.0.0.1:{port}",
+        "--main_process_ip HOST": "--main_process_ip 127.0.0.1",
+        "--main_process_port 29500": f"--main_process_port {port}",
+        "CONFIG.yaml": f"{places / 'config.yaml'} --output_dir {folder}",
+    }
+    line = lines_of_the_page()[name]
+    for old, new in changes.items():
+        line = line.replace(old, new)
+    module = {"torchrun": ["torch.distributed.run"], "accelerate": ["accelerate.commands.launch", "--multi_gpu"]}
+    environment = {**os.environ, "CONTACCUM_CACHE": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *module[program], *line.replace("RANK", str(host)).split()],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2 if hosts == "several" else 1)
+    ]
+    ends = [process.communicate(timeout=300) for process in processes]
+    return [(process.returncode, *end) for process, end in zip(processes, ends, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def started(places: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[int, str, str]]:
+    keys = {
+        "model": str(places / "backbone"),
+        "train_data": str(places / "pairs.jsonl"),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "bank_size": 16,
+        "num_train_epochs": 1,
+        "save_strategy": "epoch",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    (places / "config.yaml").write_text(yaml.safe_dump(keys))
+    folder = tmp_path_factory.mktemp("started") / "torchrun-one"
+    (done,) = start("torchrun-one", folder, places)
+    return folder, done
+
+
+@pytest.mark.slow
+def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(started: Any) -> None:
+    folder, (code, out, err) = started
+    assert code == 0, err[-3000:]
+    for said in ("devices               2", "pairs per update      8", "saved ", "24 "):
+        assert sum(said in printed for printed in out.splitlines()) == 1, said
+    assert [json.loads(x)["update"] for x in (folder / "train_log.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["accelerate-one", "torchrun-several", "accelerate-several"])
+def test_every_line_of_the_page_ends_with_the_same_weights(name: str, started: Any, places: Path) -> None:
+    folder, _ = started
+    for code, _, err in start(name, folder.parent / name, places):
+        assert code == 0, err[-3000:]
+    expected, found = (load_file(folder.parent / run / "model.safetensors") for run in ("torchrun-one", name))
+    assert expected.keys() == found.keys()
+    # Sums over two hosts may be taken in another order.
+    assert all((found[key] - value).abs().max() < 1e-6 for key, value in expected.items())

@@ -1,0 +1,213 @@
+"""Invariants of the cache: every record once, whole or not there, never older than its source, little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contaccum.data import load_training_data
+from contaccum.data.streams import Source
+from contaccum.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "datasets"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each record that is read from a source."""
+    seen: list[int] = []
+    read = Source.records
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        for line, record in read(*args, **kwargs):
+            seen.append(line)
+            yield line, record
+
+    monkeypatch.setattr(Source, "records", counted)
+    return seen
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+ROWS = [{"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]} for i in range(9)]
+
+
+def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Path, reads: list[int]) -> None:
+    path = write(tmp_path / "a.jsonl", *ROWS, "broken")
+    first, second = (load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2))
+    assert len(reads) == 9
+    assert first.fingerprint == second.fingerprint and first.report.to_dict() == second.report.to_dict()
+    assert "1 broken JSON" in second.summary() and list(first.dataset) == list(second.dataset)
+
+
+def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder: Path, reads: list[int]) -> None:
+    path = write(tmp_path / "a.jsonl", *ROWS)
+    taken: list[dict[str, Any]] = [
+        {},
+        {"positives": "all"},
+        {"positives": "first"},
+        {"num_hard_negatives": 2},
+        {"num_hard_negatives": 2, "missing_negatives": "drop"},
+        {"num_hard_negatives": 2, "negatives_from": 2},
+        {"num_hard_negatives": 1, "draw_negatives": False},
+    ]
+    for options in taken:
+        load_training_data(path, **options)
+    assert len(list(folder.iterdir())) == 1 and len(reads) == 9
+    assert sum(file.read_bytes().count(b"q7") for file in folder.rglob("*.arrow")) == 1
+    for options in ({"title_separator": "|"}, {"columns": {"query": "query"}}, {"on_bad_record": "skip"}):
+        load_training_data(path, **options)  # which decide what a record is
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"query": "q", "positive": "p"})
+    for number in range(3):  # of the same size
+        write(path, {"query": str(number), "positive": "p"})
+        os.utime(path, (number, number))
+        assert load_training_data(path).dataset[0]["query"] == str(number)
+    (tmp_path / "beir" / "qrels").mkdir(parents=True)
+    write(tmp_path / "beir" / "corpus.jsonl", {"_id": "d", "text": "t"})
+    write(tmp_path / "beir" / "queries.jsonl", {"_id": "q", "text": "q"}, {"_id": "r", "text": "r"})
+    for number, query in enumerate("qr"):
+        qrels = write(tmp_path / "beir" / "qrels" / "train.tsv", f"{query}\td\t1")
+        os.utime(qrels, (number, number))
+        assert load_training_data(tmp_path / "beir").dataset[0]["query"] == query
+
+
+def test_what_was_damaged_or_cleared_is_made_again(tmp_path: Path, folder: Path, reads: list[int]) -> None:
+    path = write(tmp_path / "a.jsonl", *ROWS)
+    expected = list(load_training_data(path).dataset)
+    (stored,) = folder.iterdir()
+    for damage in (
+        lambda: (stored / "about.json").write_text("{"),
+        lambda: (stored / "about.json").unlink(),
+        lambda: next(stored.rglob("*.arrow")).write_bytes(b"ARROW"),
+        lambda: shutil.rmtree(tmp_path / "cache"),
+    ):
+        damage()
+        reads.clear()
+        assert list(load_training_data(path).dataset) == expected and len(reads) == 9
+
+
+def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
+
+    def age(entry: Path, days: float) -> None:
+        then = time.time() - days * 86_400
+        for file in (entry, entry / "about.json"):
+            os.utime(file, (then, then))
+
+    load_training_data(paths[0])
+    (old,) = folder.iterdir()
+    load_training_data(paths[1])
+    (opened,) = set(folder.iterdir()) - {old}
+    age(old, 31)
+    age(opened, 29)
+    load_training_data(paths[2])
+    assert not old.exists() and opened.exists()
+    age(opened, 31)
+    load_training_data(paths[1])  # opening it says that it is used
+    load_training_data(paths[3])
+    assert opened.exists()
+    monkeypatch.setenv("CONTACCUM_CACHE_DAYS", "0.5")
+    age(opened, 1)
+    load_training_data(paths[0])
+    assert not opened.exists()
+
+
+TWO = """
+import sys, time
+from pathlib import Path
+from contaccum.data import load_training_data, streams
+read = streams.Source.records
+def slow(*args, **kwargs):
+    for number, found in enumerate(read(*args, **kwargs)):
+        if number == 0:
+            (Path(sys.argv[2]) / f"writes-{sys.argv[3]}").touch()
+        if number < 20:
+            time.sleep(0.05)
+        yield found
+streams.Source.records = slow
+(Path(sys.argv[2]) / f"ready-{sys.argv[3]}").touch()
+while not (Path(sys.argv[2]) / "go").exists():
+    time.sleep(0.01)
+print(load_training_data(sys.argv[1]).fingerprint)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_start_at_once_share_one_entry(tmp_path: Path, folder: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)])
+    started = [
+        subprocess.Popen([sys.executable, "-c", TWO, path, tmp_path, str(number)], stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    printed = {process.communicate()[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0]
+    assert printed == {load_training_data(path).fingerprint}
+    assert len(list(tmp_path.glob("writes-*"))) == 1 and len(list(folder.iterdir())) == 1
+
+
+def test_nothing_is_used_of_what_was_not_finished(tmp_path: Path, folder: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *ROWS, "{")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl:10: broken JSON"):
+            load_training_data(path)
+    assert not list(folder.rglob("*.arrow")) and not list(folder.rglob("about.json"))
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "file")
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=r"cannot be stored: Not a directory .*CONTACCUM_CACHE") as caught:
+        load_training_data(write(tmp_path / "a.jsonl", *ROWS))
+    assert "\n" not in str(caught.value)
+
+
+MEMORY = """
+import resource, sys
+from contaccum.data import load_training_data
+load_training_data(sys.argv[1]).dataset[0]  # what is loaded once, whatever the size of the data
+def anonymous():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines["RssAnon"].split()[0]) * 1024
+before = anonymous()
+data = load_training_data(sys.argv[2])
+data.dataset[0]
+print(len(data.dataset), anonymous() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_memory_grows_by_few_bytes_for_each_pair(tmp_path: Path, folder: Path) -> None:
+    def pairs(name: str, n: int) -> Path:
+        return write(tmp_path / name, *[{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(n)])
+
+    small, large = pairs("small.jsonl", 2_000), pairs("large.jsonl", 60_000)
+    command = [sys.executable, "-c", MEMORY, str(small), str(large)]
+    rows, grown = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    # The texts alone take 400 bytes for each.
+    assert rows == 60_000 and grown / rows < 150, f"{grown / rows:.0f} bytes for each pair"

@@ -1,0 +1,59 @@
+"""The examples of docs/data.md are what they say they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from data_files import put, read
+
+from contaccum.data import DATA_FORMATS, Record, sniff_format
+from contaccum.data.columns import NEGATIVE_FIELDS, POSITIVE_FIELDS, QUERY_FIELDS
+from contaccum.data.samplers import SET_SAMPLERS
+from contaccum.data.sets import SET_KEYS
+
+DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def example(begins: str) -> str:
+    """The indented block after the paragraph that begins so."""
+    (text,) = re.findall(rf"^{re.escape(begins)}.*?\n\n((?:    [^\n]*\n)+)", DOCS, re.MULTILINE | re.DOTALL)
+    return re.sub("^    ", "", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("begins", "data_format", "first"),
+    [
+        ("**`msmarco`**, a file", "msmarco", Record("what is rain", ["Water that falls."], ["Snow is frozen."])),
+        ("**`dpr`**", "dpr", Record("what is rain", ["Rain Water."], ["Snow Frozen."])),
+        ("**`tevatron`**", "tevatron", Record("what is rain", ["Rain Water."], [])),
+        ("**`pairs`", "pairs", Record("what is rain", ["Water that falls."], [])),
+        ("**`csv`**", "csv", Record("what is rain", ["Water, falling."], ["Snow is frozen."])),
+    ],
+)
+def test_example_of_a_file_is_sniffed_and_read(tmp_path: Path, begins: str, data_format: str, first: Record) -> None:
+    path = put(tmp_path / "example", example(begins))
+    assert sniff_format(path) == data_format and read(path)[0][0] == first
+
+
+@pytest.mark.parametrize("data_format", ["beir", "msmarco"])
+def test_example_of_a_folder_is_sniffed_and_read(tmp_path: Path, data_format: str) -> None:
+    begins = {"beir": "**`beir`**", "msmarco": "**`msmarco`**, a folder"}[data_format]
+    for line in example(begins).splitlines():
+        name, content = line.split(None, 1)
+        put(tmp_path / name, content + "\n")
+    if data_format == "msmarco":
+        put(tmp_path / "collection.tsv", (tmp_path / "collection.tsv").read_text() + "12\tSnow.\n")
+    assert sniff_format(tmp_path) == data_format
+    (record,) = read(tmp_path)[0]
+    assert record.query == "what is rain" and record.positives[0].endswith("Water that falls.")
+
+
+def test_every_format_usual_name_key_of_a_set_and_sampler_is_documented() -> None:
+    rows = re.findall(r"^\| `(?:query|positive|negatives)` \|(.*)\|$", DOCS, re.MULTILINE)
+    named = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
+    assert {*QUERY_FIELDS, *POSITIVE_FIELDS, *NEGATIVE_FIELDS} <= named
+    assert all(f"**`{name}`" in DOCS or f", `{name}`**" in DOCS for name in DATA_FORMATS)
+    (section,) = re.findall(r"^## Several sets\n(.*?)^## ", DOCS, re.MULTILINE | re.DOTALL)
+    assert {name for name in (*SET_KEYS, *SET_SAMPLERS) if f"`{name}`" not in section} == set()

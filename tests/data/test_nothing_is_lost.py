@@ -1,0 +1,128 @@
+"""Whatever the bytes, in every format: `DataError` with one line, or records in = records used + records reported."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from data_files import (
+    delimited,
+    dpr_records,
+    lines,
+    put,
+    put_beir,
+    put_msmarco,
+    put_parquet,
+    rows,
+    tevatron_records,
+    text_triples,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contaccum.data import RecordReport, read_records
+from contaccum.errors import DataError
+
+pytestmark = pytest.mark.long
+FUZZ = settings(max_examples=150, deadline=None)
+
+FILES = {
+    "tevatron": lines(tevatron_records()).encode(),
+    "pairs": lines(rows()).encode(),
+    "msmarco": text_triples().encode(),
+    "csv": delimited(",", end="\n").encode(),
+    "dpr": json.dumps(dpr_records(), indent=1, ensure_ascii=False).encode(),
+}
+# Pieces that are half right hurt more than noise does.
+PIECES = b'{ } [ ] , " \n \r\n \t \xff \xef\xbb\xbf NaN null \\ \\ud800 1e999 {} [] \x00 \x85 q1\td1\t1\n'.split(b" ")
+
+
+@st.composite
+def mutated(draw: st.DrawFn, original: bytes) -> bytes:
+    data = original
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        end = draw(st.integers(at, min(len(data), at + 12)))
+        data = data[:at] + draw(st.sampled_from(PIECES) | st.binary(max_size=3)) + data[end:]
+    return data
+
+
+def contents(original: bytes) -> st.SearchStrategy[bytes]:
+    return st.binary(max_size=200) | mutated(original) | mutated(gzip.compress(original, mtime=0))
+
+
+def check(source: Path, mode: str, data_format: str | None) -> None:
+    report = RecordReport(mode)  # type: ignore[arg-type]  # one of the two
+    try:
+        records = list(read_records(source, data_format, report=report))  # type: ignore[arg-type]  # as above
+    except DataError as error:
+        assert len(str(error).splitlines()) == 1 and str(error).isprintable()
+        return
+    assert report.seen == report.used + report.reported and (mode == "skip" or not report.reported)
+    for record in records:
+        assert (
+            record.query.strip() and record.positives and all(text == text.strip() != "" for text in record.positives)
+        )
+        assert "\0" not in "".join([record.query, *record.positives, *record.negatives])
+
+
+@pytest.mark.parametrize("data_format", FILES)
+@FUZZ
+@given(data=st.data(), mode=st.sampled_from(["stop", "skip"]), told=st.booleans())
+def test_every_record_of_a_file_is_used_or_reported(
+    data_format: str, data: st.DataObject, mode: str, told: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
+        (Path(folder) / name).write_bytes(data.draw(contents(FILES[data_format])))
+        check(Path(folder) / name, mode, data_format if told else None)
+
+
+PARTS = ["collection.tsv", "queries.train.tsv", "qrels.train.tsv", "qidpidtriples.train.full.2.tsv"]
+
+
+@FUZZ
+@given(st.data(), st.sampled_from(PARTS), st.sampled_from(["stop", "skip"]))
+def test_every_line_of_an_msmarco_folder_is_used_or_reported(data: st.DataObject, part: str, mode: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = put_msmarco(Path(name))
+        (folder / part).write_bytes(data.draw(contents((folder / part).read_bytes())))
+        check(folder, mode, None)
+
+
+@FUZZ
+@given(
+    st.data(), st.sampled_from(["corpus.jsonl", "queries.jsonl", "qrels/train.tsv"]), st.sampled_from(["stop", "skip"])
+)
+def test_every_line_of_a_beir_folder_is_used_or_reported(data: st.DataObject, part: str, mode: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = put_beir(Path(name))
+        (folder / part).write_bytes(data.draw(contents((folder / part).read_bytes())))
+        check(folder, mode, None)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return put_parquet(tmp_path_factory.mktemp("fuzz") / "a.parquet", row_group_size=1).read_bytes()
+
+
+@FUZZ
+@given(st.data(), st.sampled_from(["stop", "skip"]))
+def test_damaged_parquet_is_refused_or_reported(parquet: bytes, data: st.DataObject, mode: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check(put(Path(folder) / "a.parquet", data.draw(mutated(parquet))), mode, "parquet")
+
+
+CELL = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.just("text")
+VALUE = st.recursive(CELL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just("text"), inner))
+OBJECTS = st.lists(st.dictionaries(st.sampled_from(["query", "positive", "title", "negatives", "negative_1"]), VALUE))
+
+
+@FUZZ
+@given(OBJECTS.filter(bool), st.sampled_from(["stop", "skip"]))
+def test_json_of_any_shape_is_a_record_or_reported(objects: list[dict[str, object]], mode: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check(put(Path(folder) / "a.jsonl", "".join(json.dumps(o) + "\n" for o in objects)), mode, "pairs")

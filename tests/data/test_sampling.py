@@ -1,0 +1,274 @@
+"""Invariants of sampling: uniform, without replacement, a function of seed, epoch and row, and never a positive."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+from torch.utils.data import DataLoader
+
+from contaccum.data import EpochSampling, Selection, TrainingData, load_training_data, samplings_of
+from contaccum.data.sampling import first_texts, several_positives, text_ids, with_row_numbers
+from contaccum.errors import ConfigError, DataError
+
+H = 2
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def records(n: int = 30) -> list[dict[str, Any]]:
+    """Every third with several positives; 0 to 5 negatives."""
+    return [
+        {
+            "query": f"q{i}",
+            "positives": [f"p{i}_{k}" for k in range(3 if i % 3 == 0 else 1)],
+            "negatives": [f"n{i}_{k}" for k in range(i % 6)],
+        }
+        for i in range(n)
+    ]
+
+
+def sampling(data: TrainingData) -> EpochSampling:
+    assert data.transform is not None
+    return data.transform
+
+
+def rows(data: TrainingData, epoch: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    sampling(data).set_epoch(epoch, seed)
+    return list(data.dataset)
+
+
+def ids(*texts: str) -> list[int]:
+    return text_ids(texts).tolist()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> TrainingData:
+    return load_training_data(write(tmp_path / "a.jsonl", records()), num_hard_negatives=H)
+
+
+def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data: TrainingData) -> None:
+    assert data.dataset.column_names == ["query", "positive", "negative_1", "negative_2"]
+    for epoch in range(5):
+        for row, record in zip(rows(data, epoch), records(), strict=True):
+            assert row["query"] == record["query"] and row["positive"] in record["positives"]
+            negatives = [row["negative_1"], row["negative_2"]]
+            assert len({*negatives}) == H
+            assert len({*negatives} & {*record["negatives"]}) == min(H, len(record["negatives"]))
+            assert row["label"] == ids(row["query"], row["positive"], *negatives)
+
+
+def test_samples_are_uniform_and_without_replacement() -> None:
+    selection, positives, negatives = Selection(H, "draw"), Counter[str](), Counter[tuple[str, ...]]()
+    epochs = 6000
+    for epoch in range(epochs):
+        positive, texts = selection.sample(np.random.default_rng([0, epoch, 0]), list("abcd"), list("uvwxyz"))
+        positives[positive] += 1
+        negatives[tuple(sorted(texts))] += 1
+    assert set(positives) == set("abcd") and set(negatives) == set(combinations("uvwxyz", H))
+    for counts in (positives, negatives):
+        expected = epochs / len(counts)
+        # 14 degrees of freedom: once in a thousand times
+        assert sum((count - expected) ** 2 / expected for count in counts.values()) < 36.1
+
+
+def test_a_sample_depends_on_seed_epoch_and_row_alone(data: TrainingData, tmp_path: Path) -> None:
+    first = rows(data, 1, 7)
+    assert rows(data, 2, 7) != first != rows(data, 1, 8)
+    assert rows(load_training_data(tmp_path / "a.jsonl", num_hard_negatives=H), 1, 7) == first == rows(data, 1, 7)
+    order = np.random.default_rng(0).permutation(len(first)).tolist()
+    assert list(data.dataset.select(order)) == [first[i] for i in order]
+    assert data.dataset[[5, 3]]["negative_1"] == [first[i]["negative_1"] for i in (5, 3)]
+    assert list(data.dataset.train_test_split(5, shuffle=False)["test"]) == first[-5:]
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_workers_see_the_epoch_while_they_live(data: TrainingData, start: str) -> None:
+    loader: Any = DataLoader(
+        data.dataset,  # type: ignore[arg-type]  # has all that a torch Dataset has
+        batch_size=4,
+        collate_fn=list,
+        num_workers=2,
+        multiprocessing_context=start,
+        persistent_workers=True,
+    )
+    seen = []
+    for epoch in range(2):
+        seen.append(rows(data, epoch, 3))
+        assert [row for batch in loader for row in batch] == seen[-1]
+    assert seen[0] != seen[1]
+
+
+def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data: TrainingData) -> None:
+    longer = data.dataset.add_column("score", list(range(30)))
+    assert longer[4]["score"] == 4 and longer[4]["query"] == "q4"
+    assert samplings_of(longer.remove_columns("score")) == samplings_of(copy.deepcopy(longer)) == [data.transform]
+    parts = DatasetDict({"a": data.dataset, "b": data.dataset.with_format(None)})
+    assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
+    sampling(data).set_epoch(4, 2)
+    there = pickle.loads(pickle.dumps(data.transform))
+    assert (there.epoch, there.seed) == (4, 2)
+    assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
+    assert data.dataset.remove_columns("negative_2")[0].keys() == {"query", "positive", "negative_1", "label"}
+    with pytest.raises(ConfigError, match=r"belongs into query and positive\. Keep their names"):
+        data.dataset.rename_column("query", "anchor")[0]
+
+
+def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp_path: Path) -> None:
+    # q0's positives are in three records; by chance one would be sampled often.
+    listed = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
+    listed[11]["negatives"] = ["n", "p4"]
+    data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=3)
+    passages = {row["positive"] for row in listed}
+    own = {
+        query: {row["positive"] for row in listed if row["query"] == query} for query in (r["query"] for r in listed)
+    }
+    seen: set[str] = set()
+    for epoch in range(60):
+        for number, row in enumerate(rows(data, epoch)):
+            negatives = [row[f"negative_{i}"] for i in (1, 2, 3)]
+            assert len({*negatives}) == 3 and not own[row["query"]] & {*negatives}
+            filled = negatives[2:] if number == 11 else negatives
+            assert {*filled} <= passages and (number != 11 or negatives[:2] == ["n", "p4"])
+            seen.update(filled)
+    assert seen == passages
+    assert data.report.notes == {"rows with too few hard negatives, filled up with other passages": 12}
+
+
+def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(tmp_path: Path) -> None:
+    two = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "r"}]
+    data = load_training_data(write(tmp_path / "a.jsonl", two), num_hard_negatives=3)
+    assert [list(row.values()) for row in data.dataset] == [["a", "p", "n", "r", "n"], ["b", "r", "p", "p", "p"]]
+    one = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "p"}]
+    data = load_training_data(write(tmp_path / "b.jsonl", one), num_hard_negatives=1)
+    with pytest.raises(DataError, match="no passage of the training data that is not a positive of it"):
+        data.dataset[1]
+
+
+def test_records_with_too_few_negatives_are_dropped_or_bad_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", records())
+    data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
+    kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
+    assert [row["query"] for row in data.dataset] == kept
+    assert "30 records: 20 used, 10 left out (10 too few hard negatives, dropped)" in data.summary()
+    with pytest.raises(DataError, match=r"a\.jsonl:1: too few hard negatives: 0 where"):
+        load_training_data(path, num_hard_negatives=H, missing_negatives="stop")
+    settings: dict[str, Any] = {"missing_negatives": "stop", "on_bad_record": "skip", "num_hard_negatives": H}
+    stopped = load_training_data(path, **settings)
+    assert [row["query"] for row in stopped.dataset] == kept
+    assert [entry.line for entry in stopped.report.entries] == [i + 1 for i in range(30) if i % 6 < H]
+    bare = write(tmp_path / "b.jsonl", [{"query": "q", "positive": "p"}])
+    with pytest.raises(DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"):
+        load_training_data(bare, num_hard_negatives=1)
+    assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
+
+
+def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", records())
+    drawn, first, every = (load_training_data(path, positives=kind) for kind in ("draw", "first", "all"))
+    assert load_training_data(path).fingerprint == drawn.fingerprint
+    assert [row["positive"] for row in rows(first)] == [record["positives"][0] for record in records()]
+    expected = [(record["query"], positive) for record in records() for positive in record["positives"]]
+    assert [(row["query"], row["positive"]) for row in rows(every, 3)] == expected
+    assert len({data.fingerprint for data in (drawn, first, every)}) == 3
+    assert drawn.report.notes["rows with several positives, one drawn in each epoch"] == 10
+    assert len(every.dataset) == 50 and every.report.used == 30
+    several = sorted(tuple(ids(q, p)) for q, p in expected if int(q[1:]) % 3 == 0)
+    for data in (drawn, first, every):
+        assert data.known_positives is not None
+        assert [tuple(pair) for pair in data.known_positives.tolist()] == several
+
+
+def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -> None:
+    record = {"query": "q", "positive": "p", "negatives": ["a", "a", *"bcdef"]}
+    path = write(tmp_path / "a.jsonl", [record, {**record, "query": "r"}])
+
+    def seen(**settings: Any) -> set[str]:
+        data = load_training_data(path, num_hard_negatives=H, **settings)
+        taken = [(row["negative_1"], row["negative_2"]) for epoch in range(60) for row in rows(data, epoch)]
+        assert all(a != b for a, b in taken) or settings == {"draw_negatives": False}
+        return {text for pair in taken for text in pair}
+
+    assert seen() == set("abcdef")
+    assert seen(negatives_from=4) == set("abc")  # the first four of the list, in which "a" is twice
+    assert seen(draw_negatives=False) == {"a"}
+
+
+def test_rows_have_no_ids_where_no_query_has_several_positives(tmp_path: Path) -> None:
+    listed = [{"query": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}"} for i in range(5)]
+    data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=1)
+    assert data.known_positives is None and rows(data) == listed
+    # Pairs that occur again are noted; and known, with another positive of the query.
+    again = load_training_data(write(tmp_path / "b.jsonl", [*listed, listed[0], {"query": "q0", "positive": "other"}]))
+    assert again.report.notes["pairs that occur again, kept"] == 1
+    assert again.known_positives is not None
+    assert again.known_positives.tolist() == sorted([ids("q0", "p0"), ids("q0", "other")])
+
+
+def test_several_positives_are_those_of_queries_with_more_than_one() -> None:
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(0, 60, (200, 2))
+    found = several_positives(pairs)
+    distinct = {tuple(pair) for pair in pairs.tolist()}
+    counts = Counter(query for query, _ in distinct)
+    assert [tuple(pair) for pair in found.tolist()] == sorted(pair for pair in distinct if counts[pair[0]] > 1)
+    assert several_positives(np.array([[1, 2], [3, 4], [1, 2]])).shape == (0, 2)
+
+
+def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path: Path) -> None:
+    base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
+    others = [{**base, "positives": ["a", "c"]}, {**base, "negatives": ["x", "z"]}, {**base, "positives": ["b", "a"]}]
+    paths = [write(tmp_path / f"{i}.jsonl", [record]) for i, record in enumerate([base, *others])]
+    assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
+    assert load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint  # no negative is used
+    taken = [{}, {"draw_negatives": False}, {"missing_negatives": "drop"}]
+    found = [load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint for options in taken]
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_topic_is_a_column_and_no_part_of_a_row(tmp_path: Path) -> None:
+    listed = [{**record, "label": f"topic {i % 2}"} for i, record in enumerate(records(6))]
+    data = load_training_data(write(tmp_path / "a.jsonl", listed), topic_column="label", positives="all")
+    assert data.dataset.column_names == ["query", "positive", "label"]
+    assert data.dataset.with_format(None)["label"][:4] == ["topic 0"] * 3 + ["topic 1"]
+    assert rows(data)[3] == {"query": "q1", "positive": "p1_0", "label": ids("q1", "p1_0")}
+
+
+def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs() -> None:
+    listed = [{"query": f"q{i % 2}", "positive": f"p{i}", "negative_1": None if i else "n"} for i in range(4)]
+    plain = Dataset.from_list(listed)
+    dataset = with_row_numbers(plain)
+    (found,) = samplings_of(dataset)
+    found.gives_numbers = True
+    assert dataset[0]["label"] == [0, *ids("q0", "p0", "n")] and dataset[0]["negative_1"] == "n"
+    assert dataset[1]["label"][0] == 1 and dataset[1]["negative_1"] in {"p0", "p2"}
+    assert found.known_positives is not None and len(found.known_positives) == 4
+    texts = {name: [row[name] for row in listed] for name in listed[0]}
+    assert list(first_texts(plain)) == list(first_texts(dataset)) == [texts]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"positives": "some"}, "positives must be one of draw, first, all, got 'some'"),
+        ({"missing_negatives": "skip"}, "missing_negatives must be one of fill, drop, stop, got 'skip'"),
+        ({"num_hard_negatives": -1}, "num_hard_negatives=-1 is not a number of texts"),
+        ({"negatives_from": 5}, "negatives_from=5 with num_hard_negatives=0"),
+        ({"num_hard_negatives": 3, "negatives_from": 2}, "negatives_from=2 with num_hard_negatives=3"),
+        ({"num_hard_negatives": 1, "negatives_from": 2, "draw_negatives": False}, "with draw_negatives=false"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Selection(**settings)

@@ -1,0 +1,209 @@
+"""Several sets and streams: what is said of each, what they know of each other, rows that come anew in each pass."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import IterableDataset
+
+from contaccum.data import TrainingSets, load_training_data, load_training_sets, parse_training_sets
+from contaccum.data.sampling import text_ids
+from contaccum.data.sets import SET_KEYS
+from contaccum.errors import ConfigError, DataError
+
+
+def put(path: Path, *rows: dict[str, Any], end: str = "") -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return str(path)
+
+
+def load(*given: Any, **common: Any) -> TrainingSets:
+    return load_training_sets(parse_training_sets(given, common))
+
+
+def ids(*texts: str) -> list[int]:
+    return text_ids(texts).tolist()
+
+
+# Sets
+
+
+def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common() -> None:
+    given = ["x/pairs.jsonl", '{"path": "b.csv", "weight": 2, "columns": {"query": "q"}}']
+    one, other = parse_training_sets(given, {"num_hard_negatives": 1, "split": "dev"})
+    assert (one.path, one.name, one.weight, one.reading) == (
+        *("x/pairs.jsonl", "pairs", None),
+        {"num_hard_negatives": 1, "split": "dev"},
+    )
+    assert (other.name, other.weight, other.reading["columns"]) == ("b", 2, {"query": "q"})
+    (own,) = parse_training_sets(
+        [{"path": "a.tsv", "name": "n", "format": "csv", "num_hard_negatives": 3}], one.reading
+    )
+    assert own.name == "n" and own.reading == {"num_hard_negatives": 3, "split": "dev", "data_format": "csv"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([{"path": "a", "wieght": 2}], "unknown key 'wieght'; did you mean 'weight'"),
+        ([{"name": "a"}], "has no path"),
+        (["{broken"], "is not a JSON object"),
+        ([{"path": "a", "weight": 0}], "train_data: a: weight must be a number above 0, got 0"),
+        ([{"path": "a", "query_prompt": 1}], "name and prompts must be texts, got 1"),
+        ([{"path": "a", "name": "label"}], "'label' is no name for a set"),
+        ([{"path": "a", "format": "xlsx"}], "train_data: a: format must be one of"),
+        ([{"path": "a", "positives": "some"}], "train_data: a: positives must be one of"),
+        (["x/a.jsonl", "y/a.csv"], "two sets are called 'a'"),
+    ],
+)
+def test_what_cannot_be_said_of_a_set_is_refused(given: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_training_sets(given)
+    assert {"path", "weight", "query_prompt", "missing_negatives"} <= {*SET_KEYS}
+
+
+def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
+    one = put(tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"})
+    other = put(tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"})
+    sets = load(one, {"path": other, "query_prompt": "faq: "})
+    assert list(sets.dataset) == ["a", "b"]
+    assert sets.known_positives is not None
+    assert sets.known_positives.tolist() == sorted([ids("q", "p"), ids("q", "t")])
+    assert sets.dataset["b"][1] == {"query": "u", "positive": "p", "label": ids("u", "p")}
+    assert sets.fingerprint not in {part.fingerprint for part in sets.parts}
+    assert load(other, one).fingerprint != sets.fingerprint == load(one, other).fingerprint
+    assert load(one).fingerprint == load_training_data(one).fingerprint
+    assert sets.summary() == "a: 2 records: 2 used, 0 left out\nb: 2 records: 2 used, 0 left out"
+    assert sets.records()["b"]["query_prompt"] == "faq: " and sets.records()["a"]["format"] == "pairs"
+    assert sets.prompts({"query": "query: ", "document": None}) == {"a": {"query": "query: "}, "b": {"query": "faq: "}}
+    assert load(one, other).prompts({"query": "query: "}) is None
+
+
+def test_a_positive_of_another_set_is_never_filled_in_as_a_negative(tmp_path: Path) -> None:
+    rows = [{"query": "q", "positive": "p0"}, *({"query": f"q{i}", "positive": f"p{i}"} for i in range(1, 4))]
+    one = put(tmp_path / "a.jsonl", *rows, {"query": "x", "positive": "y", "negative": "n"})
+    other = put(tmp_path / "b.jsonl", *({"query": "q", "positive": f"p{i}"} for i in (1, 2)))
+    sets = load(one, {"path": other, "num_hard_negatives": 0}, num_hard_negatives=1)
+    seen = set()
+    for epoch in range(40):
+        transform = sets.parts[0].transform
+        assert transform is not None
+        transform.set_epoch(epoch)
+        seen.add(sets.dataset["a"][0]["negative_1"])
+    assert seen == {"p3", "y"}
+
+
+# Streams
+
+N = 57
+
+
+def records(n: int = N) -> list[dict[str, Any]]:
+    """1 to 3 positives each, 2 to 5 negatives, of which the first may be a positive of the query's own."""
+    return [
+        {
+            "query": f"q{i}",
+            "positives": [f"p{i}-{k}" for k in range(1 + i % 3)],
+            "negatives": [f"p{i}-1", *(f"n{i}-{k}" for k in range(1 + i % 4))],
+        }
+        for i in range(n)
+    ]
+
+
+def stream(path: str, buffer_size: int = 8, seed: int = 5, **settings: Any) -> Any:
+    return load_training_data(path, streaming=True, shuffle_buffer_size=buffer_size, seed=seed, **settings)
+
+
+def texts(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(value for name, value in row.items() if name != "label")
+
+
+@pytest.mark.parametrize("settings", [{"positives": "all"}, {"num_hard_negatives": 2}, {"draw_negatives": False}])
+def test_a_pass_holds_the_rows_that_an_epoch_of_stored_data_holds(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = put(tmp_path / "a.jsonl", *records())
+    settings = {"num_hard_negatives": 1, **settings}
+    stored = load_training_data(path, **settings)
+    rows = stream(path, 1, **settings).dataset
+    assert rows.column_names == [*stored.dataset.column_names, "label"] and stored.transform is not None
+    found = list(islice(rows, 3 * len(stored.dataset)))  # in the order of the file, pass after pass
+    for epoch in range(3):
+        stored.transform.set_epoch(epoch, seed=5)
+        expected = [texts(row) for row in stored.dataset]
+        assert [texts(row) for row in found[epoch * len(expected) :][: len(expected)]] == expected
+
+
+def test_rows_are_shuffled_by_buffer_and_seed_and_a_stream_goes_on_from_any_row(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", *records())
+    straight = list(islice(stream(path, num_hard_negatives=2).dataset, 4 * N))
+    assert straight[:N] != list(islice(stream(path, num_hard_negatives=2, seed=6).dataset, N))
+    assert [row["query"] for row in straight[:N]] != [f"q{i}" for i in range(N)]
+    places = [int(row["query"][1:]) for row in straight[: N - 8]]
+    assert all(number < place + 16 for place, number in enumerate(places))  # nothing comes before it is read
+    for start in (0, 1, 30, N, 2 * N + 13):
+        resumed = stream(path, num_hard_negatives=2).dataset.skip(start)
+        assert list(islice(resumed, N)) == straight[start : start + N]
+
+
+def test_ids_are_of_texts_and_an_own_positive_among_the_negatives_is_no_other_passage(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", *records())
+    twins = 0
+    for row in islice(stream(path, num_hard_negatives=2, draw_negatives=False).dataset, N):
+        query, positive, first, second = ids(*texts(row))
+        own = int(row["query"][1:]) % 3 > 0  # "p{i}-1" is a positive of the record, taken or not
+        twins += own
+        assert row["label"] == [query, positive, positive if own else first, second]
+    assert twins > N // 2
+
+
+def test_missing_negatives_are_filled_from_nearby_and_never_with_an_own_positive(tmp_path: Path) -> None:
+    rows = [{"query": f"q{i}", "positives": [f"p{i}", "shared"], "negatives": ["n"] * (i == 0)} for i in range(30)]
+    for row in islice(stream(put(tmp_path / "a.jsonl", *rows), num_hard_negatives=2).dataset, 90):
+        negatives = [row["negative_1"], row["negative_2"]]
+        assert not {f"p{row['query'][1:]}", "shared"} & {*negatives}
+    bare = [{"query": f"q{i}", "positive": "p"} for i in range(50)]
+    with pytest.raises(DataError, match=r"num_hard_negatives=1, but no record has a negative \(mine"):
+        next(iter(stream(put(tmp_path / "b.jsonl", *bare), num_hard_negatives=1).dataset))
+
+
+def test_bad_records_stop_a_stream_or_are_counted_in_each_pass(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", *records(20), end='broken\n{"query": "no positive"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:21: broken JSON"):
+        list(islice(stream(path).dataset, 21))
+    data = stream(path, on_bad_record="skip", num_hard_negatives=4, missing_negatives="drop")
+    assert len(list(islice(data.dataset, 26))) == 26  # ten have four negatives
+    report = data.report
+    assert report.seen == report.used + report.reported and report.by_reason["too few hard negatives, dropped"] > 0
+
+
+def test_one_set_is_streamed_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", *records())
+    sets = load_training_sets(parse_training_sets([{"path": path, "query_prompt": "q: "}]), streaming=True)
+    assert isinstance(sets.dataset, IterableDataset) and sets.known_positives is None
+    assert sets.prompts({"document": "d: "}) == {"query": "q: ", "positive": "d: "}
+    with pytest.raises(ConfigError, match="streaming=true with 2 sets in train_data: one set is streamed"):
+        load_training_sets(parse_training_sets([path, "b.jsonl"]), streaming=True)
+    with pytest.raises(ConfigError, match="shuffle_buffer_size must be at least 1"):
+        stream(path, 0)
+    (tmp_path / "corpus.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"streaming=true with data_format=beir: .*held in memory"):
+        stream(str(tmp_path))
+
+
+def test_memory_does_not_grow_with_what_a_stream_has_read(tmp_path: Path) -> None:
+    long = [{"query": f"q{i}", "positive": f"passage {i} " * 100} for i in range(20_000)]
+    path = put(tmp_path / "a.jsonl", *long)
+    rows = iter(stream(path, 100).dataset)
+    list(islice(rows, 2_000))
+    tracemalloc.start()
+    try:
+        for _ in islice(rows, 10_000):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3_000_000 < Path(path).stat().st_size / 5

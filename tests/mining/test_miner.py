@@ -1,0 +1,317 @@
+"""Which passages become negatives, and their scores, against plain computations; what a model in training keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mining_files import write_beir_data, write_lines, write_pairs
+from sample_texts import sentences
+from transformers import BertForSequenceClassification
+
+from contaccum import DualEncoder
+from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.mining import SelectionRules, load_mining_data, mine_hard_negatives
+from contaccum.mining.cross_encoder import load_cross_encoder, second_opinion
+from contaccum.mining.miner import _choose
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_path: str) -> DualEncoder:
+    return DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    return write_pairs(tmp_path / "pairs.jsonl")
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A random cross-encoder whose logits spread over some 10 points."""
+    path = tmp_path_factory.mktemp("mining") / "cross-encoder"
+    options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+    torch.manual_seed(0)
+    BertForSequenceClassification(type(tiny_config)(**{**tiny_config.to_dict(), **options})).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return load_cross_encoder(str(path), "cpu")
+
+
+def mine(model: Any, data: Any, **settings: Any) -> Any:
+    return mine_hard_negatives(data, model, show_progress=False, **settings)
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(scores: np.ndarray, lowest: float, rules: SelectionRules) -> list[int]:
+    """Places of one query that are left for sampling, in order."""
+    ranked = [place for place, score in enumerate(scores) if score > -np.inf][: rules.depth]
+    kept = []
+    for place in ranked:
+        score = scores[place]
+        if rules.absolute_margin is not None and score > lowest - np.float32(rules.absolute_margin):
+            continue
+        if rules.relative_margin is not None and score > lowest - abs(lowest) * np.float32(rules.relative_margin):
+            continue
+        if rules.max_score is not None and score > rules.max_score:
+            continue
+        if rules.min_score is not None and score < rules.min_score:
+            continue
+        kept.append(place)
+    return kept[rules.range_min :]
+
+
+RULES = [
+    {},
+    {"num_negatives": 1, "range_min": 2},
+    {"range_max": 9},
+    {"range_max": 8, "relative_margin": 0.1},
+    {"absolute_margin": 0.5, "range_min": 1},
+    {"max_score": 0.5, "min_score": -0.5},
+    {"num_negatives": 2, "relative_margin": 0.5, "absolute_margin": 0.1, "max_score": 1.0},
+    {"num_negatives": 20},
+]
+
+
+@pytest.mark.parametrize("given", RULES)
+@pytest.mark.parametrize("sampling", ["top", "random"])
+def test_selection_equals_a_loop_over_candidates(given, sampling):
+    rules = SelectionRules(**given, sampling=sampling)
+    rng = np.random.default_rng(5)
+    scores = -np.sort(-rng.normal(size=(20, 14)).astype(np.float32), axis=1)
+    scores[rng.random(scores.shape) < 0.2] = -np.inf  # known positives, and places without a candidate
+    lowest = rng.normal(size=20).astype(np.float32)
+    places, _ = _choose(scores, lowest, rules, False)
+    everything, _ = _choose(scores, lowest, rules, True)
+    for line in range(20):
+        expected = by_hand(scores[line], lowest[line], rules)
+        found = places[line][places[line] >= 0].tolist()
+        assert len(found) == min(rules.num_negatives, len(expected)) and found == sorted(found)
+        assert set(found) <= set(expected)
+        assert sampling == "random" or found == expected[: rules.num_negatives]
+        assert everything[line][everything[line] >= 0].tolist() == expected
+
+
+def test_random_sampling_depends_on_the_seed_and_leaves_the_random_state_alone():
+    scores, lowest = np.tile(-np.arange(10, dtype=np.float32), (2000, 1)), np.ones(2000, dtype=np.float32)
+    before = random.getstate()
+    rules = {"num_negatives": 1, "range_min": 2, "range_max": 7, "sampling": "random"}
+    one, again, other = (
+        _choose(scores, lowest, SelectionRules(**rules, seed=seed), False)[0][:, 0] for seed in (0, 0, 1)
+    )
+    assert random.getstate() == before
+    assert one.tolist() == again.tolist() != other.tolist()
+    counts = Counter(one.tolist())
+    assert set(counts) == {2, 3, 4, 5, 6}
+    assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"num_negatives": 0}, "num_negatives"),
+        ({"range_min": -1}, "range_min"),
+        ({"range_min": 5, "range_max": 7}, "raise it to 8"),
+        ({"relative_margin": 1.5}, "relative_margin"),
+        ({"max_score": 0.1, "min_score": 0.2}, "nothing could be kept"),
+        ({"sampling": "best"}, "sampling"),
+        ({"cross_encoder_margin": 3.0}, "need each other"),
+        ({"method": "bm25"}, "leave it out"),
+        ({"index": "IVF64,Flat"}, "needs at least 64 vectors"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_encoded(rules, message, model, pairs, monkeypatch):
+    monkeypatch.setattr("contaccum.retrieval.encode.encode_corpus", lambda *args: pytest.fail("encoded"))
+    with pytest.raises(ConfigError, match=message):
+        mine(model, pairs, **rules)
+
+
+def test_more_candidates_are_considered_only_where_a_rule_may_drop_some():
+    assert SelectionRules(num_negatives=4, range_min=10).depth == 14
+    assert SelectionRules(num_negatives=4, range_min=10, relative_margin=0.05).depth == 50
+    assert SelectionRules(num_negatives=4, sampling="random").depth == 40
+    assert SelectionRules(num_negatives=4, range_max=9, max_score=0.5).depth == 9
+
+
+# Search --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("similarity", ["cos", "dot"])
+def test_negatives_are_the_best_passages_that_are_not_known_and_scores_are_the_models(
+    tiny_config, tiny_tokenizer, tmp_path, similarity
+):
+    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu")
+    data = load_mining_data(write_beir_data(tmp_path / "beir"))
+    mined = mine(model, data, similarity=similarity, num_negatives=4)
+    settings = {"normalize_embeddings": similarity == "cos"}
+    passages = [{"title": d.title, "text": d.text} for d in data.documents]
+    expected = model.encode_queries(data.queries, **settings) @ model.encode_corpus(passages, **settings).T
+    for number, query in enumerate(mined.queries):
+        order = [row for row in np.argsort(-expected[number]) if row not in data.excluded[number]]
+        assert mined.rows[number].tolist() == order[:4]
+        assert [one.score for one in query.negatives] == pytest.approx(expected[number, order[:4]], abs=1e-5)
+        of_positives = expected[number, data.positives[number]]
+        assert [one.score for one in query.positives] == pytest.approx(of_positives, abs=1e-5)
+        assert query.query_id == f"q{number}" and all(one.id.startswith("d") for one in query.negatives)
+
+
+def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
+    everything = mine(model, pairs, num_negatives=38)
+    mined = mine(model, pairs, num_negatives=3, range_max=38, absolute_margin=0.0)
+    apart = 0
+    for number in range(4):  # those with two positives
+        low, high = sorted(mined.positive_scores[number].tolist())
+        scores = everything.scores[number]
+        expected = scores[scores <= low][:3]
+        apart += expected.tolist() != scores[scores <= high][:3].tolist()
+        assert mined.scores[number][: len(expected)] == pytest.approx(expected, abs=1e-6)
+    assert apart
+
+
+def test_a_query_with_many_positives_is_searched_beyond_them(model):
+    records = [("q", [f"the cat {n}" for n in range(30)]), ("r", "the dog sits")]
+    mined = mine(model, records, num_negatives=1)
+    assert (mined.rows >= 0).all() and mined.queries[0].negatives[0].text == "the dog sits"
+
+
+def test_an_approximate_index_mines_too(model, pairs):
+    mined, exact = mine(model, pairs, index="HNSW8"), mine(model, pairs)
+    assert mined.search["index"] == "HNSW8" and (mined.rows == exact.rows).mean() > 0.9
+
+
+@pytest.mark.parametrize("method", ["dense", "bm25"])
+def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp_path, method):
+    if method == "bm25":
+        pytest.importorskip("bm25s")
+    texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
+    corpus = write_lines(tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)])
+    mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus), method=method)
+    assert mined.rows.max() <= 6
+    assert [len(values) for values in mined.positive_scores] == [2] * 4 + [1] * 32
+
+
+def bm25_by_hand(query: str, documents: list[str], k1: float, b: float) -> np.ndarray:
+    def words(text: str) -> list[str]:
+        return re.findall(r"\w\w+", text.lower())
+
+    counts = [Counter(words(document)) for document in documents]
+    mean = sum(map(Counter.total, counts)) / len(counts)
+    scores = np.zeros(len(documents))
+    for word in words(query):
+        df = sum(word in count for count in counts)
+        idf = math.log(1 + (len(counts) - df + 0.5) / (df + 0.5))
+        scores += [idf * c[word] / (c[word] + k1 * (1 - b + b * c.total() / mean)) for c in counts]
+    return scores
+
+
+def test_bm25_scores_are_those_of_lucenes_formula(pairs):
+    pytest.importorskip("bm25s")
+    data = load_mining_data(pairs)
+    mined = mine(None, data, method="bm25", bm25_k1=1.2, bm25_b=0.6, num_negatives=5)
+    documents = [document.passage for document in data.documents]
+    for number in range(5):
+        expected = bm25_by_hand(data.queries[number], documents, 1.2, 0.6)
+        assert mined.positive_scores[number] == pytest.approx(expected[data.positives[number]], rel=1e-5)
+        expected[data.excluded[number]] = 0
+        there = mined.rows[number] >= 0
+        assert mined.scores[number][there] == pytest.approx(np.sort(expected)[::-1][:5][there], rel=1e-5)
+        assert expected[mined.rows[number][there]] == pytest.approx(mined.scores[number][there], rel=1e-5)
+
+
+def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_row():
+    pytest.importorskip("bm25s")
+    texts = ["blue sky", "green grass", "grey sky", "sky high", "a b"]
+    mined = mine(None, list(zip(["colour", "x", "lost", "Blue sky!", "z"], texts, strict=True)), method="bm25")
+    assert mined.rows.tolist() == [[-1] * 3, [-1] * 3, [-1] * 3, [0, 2, -1], [-1] * 3]
+    with pytest.raises(DataError, match="no passage has a word"):
+        mine(None, [("q", "a b c")], method="bm25")
+
+
+def test_a_missing_bm25s_is_one_line_that_says_what_to_install(pairs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ConfigError, match=r"pip install 'contaccum\[mining\]'"):
+        mine(None, pairs, method="bm25")
+
+
+# A cross-encoder -----------------------------------------------------------------------------------------------------
+
+
+def logits(cross_encoder: Any, query: str, passages: list[str]) -> list[float]:
+    return cross_encoder.predict([(query, passage) for passage in passages], activation_fn=lambda x: x).tolist()
+
+
+@pytest.mark.parametrize("sampling", ["top", "random"])
+def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(model, cross_encoder, pairs, sampling):
+    settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
+    mined = mine(model, pairs, cross_encoder=cross_encoder, cross_encoder_margin=1.0, **settings)
+    without = mine(model, pairs, range_max=12, num_negatives=12, relative_margin=0.0)
+    for query, before in zip(mined.queries, without.queries, strict=True):
+        bound = min(logits(cross_encoder, query.query, [one.passage for one in query.positives])) - 1.0
+        texts = [one.passage for one in before.negatives]
+        passing = [
+            t
+            for t, s in zip(texts, logits(cross_encoder, query.query, texts) if texts else [], strict=True)
+            if s <= bound
+        ]
+        found = [one.passage for one in query.negatives]
+        assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
+        assert sampling == "random" or found == passing[:2]
+        read = logits(cross_encoder, query.query, found) if found else []
+        assert [one.cross_encoder_score for one in query.negatives] == pytest.approx(read, abs=1e-4)
+        scores = [one.score for one in query.negatives]
+        assert scores == sorted(scores, reverse=True)
+    assert mined.rules.cross_encoder_margin == 1.0
+    assert min(np.nanmin(mined.cross_encoder_scores), 0) < 0  # logits, whatever the model's own last step
+
+
+def test_a_cross_encoder_reads_no_more_than_it_takes_to_fill_up(model, pairs):
+    class Lenient:
+        read = 0
+
+        def predict(self, rows: list[Any], **settings: Any) -> np.ndarray:
+            self.read += len(rows)
+            return np.zeros(len(rows))
+
+    data, reader = load_mining_data(pairs), Lenient()
+    rows, places = np.tile(np.arange(30), (36, 1)), np.tile(np.arange(30), (36, 1))
+    found, scores = second_opinion(data, rows, places, reader, 3, 0.0, None, 8)
+    assert reader.read == 36 * 3 + 40 and found.tolist() == [[0, 1, 2]] * 36 and (scores == 0).all()
+    reader.predict = lambda rows, **settings: np.full(len(rows), np.nan)  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="NaN"):
+        second_opinion(data, rows, places, reader, 3, 0.0, None, 8)
+
+
+# A model in training -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
+    tiny_config, tiny_tokenizer, pairs, tmp_path, monkeypatch
+):
+    live = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu").train()
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files = sorted(tmp_path.iterdir())
+    weights = {name: value.clone() for name, value in live.state_dict().items()}
+    live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in live.parameters()]
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), torch.get_num_threads()
+    first, again = (mine(live, records, sampling="random") for _ in range(2))
+    # In training mode dropout would give other scores each time.
+    assert first.rows.tolist() == again.rows.tolist() and first.scores.tolist() == again.scores.tolist()
+    assert all(module.training for module in live.modules())
+    assert torch.equal(torch.get_rng_state(), states[0]) and np.random.get_state()[1].tolist() == states[1]
+    assert torch.get_num_threads() == states[2] and sorted(tmp_path.iterdir()) == files
+    assert all(torch.equal(value, weights[name]) for name, value in live.state_dict().items())
+    for parameter, gradient in zip(live.parameters(), gradients, strict=True):
+        assert gradient is None if parameter.grad is None else torch.equal(parameter.grad, gradient)

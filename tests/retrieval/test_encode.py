@@ -1,0 +1,120 @@
+"""encode_texts gives the embeddings of encode_query and encode_document, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+from contaccum import DualEncoder
+from contaccum.errors import ConfigError, UserError
+from contaccum.retrieval.encode import (
+    document_text,
+    encode_corpus,
+    encode_queries,
+    encode_texts,
+    model_fingerprint,
+    tokenisation_contract,
+    tokenizer_fingerprint,
+)
+
+TEXTS = ["red cat", "", "the dog sits under the old tree near the river " * 9, "cat", "moon?", "the bird flies"] + [
+    "stone " * length for length in range(1, 60, 3)
+]
+
+
+@pytest.fixture
+def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
+    """Towers, prompts and lengths of their own."""
+    settings = {"query_prompt": "where is: ", "passage_prompt": "the text: ", "query_max_length": 12}
+    return DualEncoder.from_backbone(
+        tiny_config, tokenizer=tiny_tokenizer, tied=False, passage_max_length=40, device="cpu", **settings
+    )
+
+
+@pytest.mark.parametrize("kind", ["query", "document"])
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_embeddings_equal_those_of_sentence_transformers(model, kind, batch_size):
+    expected = (model.encode_query if kind == "query" else model.encode_document)(TEXTS)
+    found = encode_texts(model, TEXTS, kind, batch_size=batch_size)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_equal_texts_get_equal_embeddings_to_the_last_bit(model):
+    found = encode_texts(model, [*TEXTS, *TEXTS], batch_size=2)
+    np.testing.assert_array_equal(found[: len(TEXTS)], found[len(TEXTS) :])
+
+
+def test_a_model_in_training_stays_in_training_and_draws_nothing(model):
+    model.train()
+    before = torch.get_rng_state()
+    first, second = (encode_texts(model, TEXTS) for _ in range(2))
+    assert model.training and model[0].training and torch.equal(torch.get_rng_state(), before)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_autocast_is_close_but_not_equal(model):
+    error = np.abs(encode_texts(model, TEXTS) - encode_texts(model, TEXTS, autocast_dtype="bfloat16")).max()
+    assert 0 < error < 0.2
+
+
+def test_a_model_without_a_transformer_and_nothing_to_encode():
+    from sentence_transformers.sentence_transformer.modules import BoW
+
+    model = SentenceTransformer(modules=[BoW(vocab=["cat", "dog"])], device="cpu")
+    np.testing.assert_allclose(
+        encode_texts(model, ["cat dog cat", "dog"]), model.encode_document(["cat dog cat", "dog"])
+    )
+    assert encode_texts(model, []).shape == (0, 2)
+
+
+def test_a_broken_model_is_reported_not_searched(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(UserError, match="NaN or infinity for the query 'red cat'"):
+        encode_texts(model, TEXTS, "query")
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "passage"}, {"batch_size": 0}, {"autocast_dtype": "fp16"}])
+def test_settings_out_of_range_are_refused(model, wrong):
+    with pytest.raises(ConfigError):
+        encode_texts(model, TEXTS, **wrong)
+
+
+def test_document_text_is_title_space_text_stripped():
+    assert document_text({"title": "Sky", "text": "Nothing does. "}) == "Sky Nothing does."
+    assert document_text({"title": "", "text": "Nothing does."}) == "Nothing does."
+    assert document_text({"text": "Nothing does."}) == "Nothing does."
+
+
+def test_models_that_only_know_beir_are_encoded_as_beir_does():
+    class Lengths:
+        def encode_queries(self, queries, batch_size, **kwargs):
+            return torch.tensor([[float(len(text))] for text in queries])
+
+        def encode_corpus(self, corpus, batch_size, **kwargs):
+            return [torch.tensor([float(len(document["text"]))]) for document in corpus]
+
+    assert encode_queries(Lengths(), ["ab", "c"]).tolist() == [[2.0], [1.0]]
+    assert encode_corpus(Lengths(), [{"title": "x", "text": "abc"}]).tolist() == [[3.0]]
+
+
+def test_weights_tokeniser_and_contract_identify_a_model_saved_or_not(model, tmp_path):
+    model.save_pretrained(str(tmp_path / "model"))
+    model.encode_document(["a text", "another that is longer"])  # which sets padding and truncation
+    other = DualEncoder.from_pretrained(str(tmp_path / "model"), device="cpu")
+    assert model_fingerprint(other) == model_fingerprint(model)
+    assert tokenizer_fingerprint(other, "document") == tokenizer_fingerprint(model, "document")
+    assert tokenisation_contract(other) == tokenisation_contract(model)
+    assert tokenisation_contract(other)["document_prompt"] == "the text: "
+    assert tokenisation_contract(other)["query_max_length"] == 12
+    before = tokenizer_fingerprint(other, "document")
+    other[0].sub_modules["document"][0].tokenizer.add_tokens(["zebra"])
+    assert tokenizer_fingerprint(other, "document") != before
+    next(other.parameters()).data[0, 0] += 1
+    assert model_fingerprint(other) != model_fingerprint(model)

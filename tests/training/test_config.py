@@ -1,0 +1,154 @@
+"""YAML and command line to arguments: the command line wins, an unknown key names the closest, mistakes come early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from contaccum.data import parse_columns
+from contaccum.errors import ConfigError
+from contaccum.training.config import load_data, parse
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PLACES = {"model": "m", "output_dir": "o", "train_data": "d"}
+
+
+def config(folder: Path, text: str = "", **keys: Any) -> str:
+    path = folder / "c.yaml"
+    path.write_text(text or yaml.safe_dump({**PLACES, **keys}))
+    return str(path)
+
+
+def test_later_files_and_the_command_line_override(tmp_path: Path) -> None:
+    first = config(tmp_path, bank_size=64, learning_rate=3.0e-5, normalize=True)
+    (tmp_path / "d.yaml").write_text("bank_size: 32\nmethod: pre_batch\n")
+    model, data, args = parse([first, str(tmp_path / "d.yaml"), "--learning_rate", "1e-4", "--tied=false"])
+    assert (args.bank_size, args.method, args.learning_rate) == (32, "pre_batch", 1e-4)
+    assert (model.normalize, model.tied, data.train_data) == (True, False, ["d"])
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("bank_sise: 3", [], "unknown key 'bank_sise' in .*did you mean 'bank_size'"),
+        ("", ["--bank_sise=3"], "unknown key 'bank_sise' on the command line; did you mean 'bank_size'"),
+        ("model: [", [], r"c\.yaml:1: not valid YAML"),
+        ("- a", [], "a config is `key: value` lines"),
+        ("model: m", [], "train_data is not set"),
+        ("model: m\ntrain_data: d", [], "output_dir is not set"),
+        ("pooling: max", [], "argument --pooling: invalid choice"),
+        ("data_columns: {qurey: a}", [], r"data_columns: 'qurey' is unknown .*did you mean 'query'"),
+        ("data_format: tevatro", [], "invalid choice: 'tevatro'"),
+        ("per_device_train_batch_size: some", [], "per_device_train_batch_size"),
+        ("save_strategy: epoch\nload_best_model_at_end: true", [], "save and eval strategy to match"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, arguments: list[str], message: str, tmp_path: Path) -> None:
+    places = [f"--{key}={value}" for key, value in PLACES.items()] if "model" not in text else []
+    with pytest.raises(ConfigError, match=message):
+        parse([config(tmp_path, text or yaml.safe_dump(PLACES)), *places, *arguments])
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: no such config file"):
+        parse([str(tmp_path / "nothing.yaml")])
+
+
+EVALUATED = {"eval_data": "e", "eval_strategy": "steps", "eval_steps": 2}
+STREAM = {"streaming": True, "max_steps": 3}
+TWO = {"train_data": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"shuffle_buffer_size": 9}, "shuffle_buffer_size=9 with streaming=False"),
+        ({**STREAM, "shuffle_buffer_size": 0}, "shuffle_buffer_size=0 with streaming=True"),
+        ({"streaming": True}, "streaming=true without max_steps"),
+        ({**STREAM, "train_sampling_strategy": "group_by_length"}, "group_by_length with streaming=true"),
+        ({**STREAM, "topic_column": "topic"}, "topic_column=topic with streaming=true"),
+        ({**STREAM, "batch_sampler": "no_duplicates"}, "batch_sampler with streaming=true"),
+        ({**STREAM, "dataloader_num_workers": 2}, "dataloader_num_workers=2 with streaming=true"),
+        (
+            {**STREAM, "per_device_train_batch_size": "auto", "total_train_batch_size": 8},
+            "per_device_train_batch_size=auto with streaming=true",
+        ),
+        ({"refresh_negatives_every": 3}, "refresh_negatives_every=3 with num_hard_negatives=0"),
+        ({**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1}, "refresh_negatives_every=3 with streaming"),
+        ({"multi_dataset_batch_sampler": "temperature"}, "temperature with one training set"),
+        ({**TWO, "multi_dataset_batch_sampler": "weights"}, "multi_dataset_batch_sampler=weights without any"),
+        ({**TWO, "sampling_weights": {"c": 1}}, "sampling_weights: a training set must be one of a, b, got 'c'"),
+        ({"train_data": ["a", {"path": "b", "wieght": 2}]}, "unknown key 'wieght'; did you mean 'weight'"),
+        ({"train_data": [{"path": "a", "weight": 2}, "b"], "sampling_weights": {"a": 1}}, "say once how"),
+        (
+            {"train_data": [{"path": "a", "weight": 2}, "b"], "multi_dataset_batch_sampler": "round_robin"},
+            "round_robin: say once how sets are sampled",
+        ),
+        ({"eval_split": "test"}, "eval_split=test without eval_data"),
+        ({"eval_strategy": "steps", "eval_steps": 2}, "eval_strategy=steps without eval_data"),
+        ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
+        ({**EVALUATED, "eval_corpus_size": 0}, "eval_corpus_size must be at least 1"),
+        ({**EVALUATED, "eval_corpus_sample": "bm25"}, "eval_corpus_sample=bm25 without eval_corpus_size"),
+        ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),
+        (
+            {**EVALUATED, "eval_data": "d", "eval_split": "train", "early_stopping_patience": 1},
+            "chosen by the very pairs it trains on",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_one_line_that_names_both(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse([config(tmp_path, **keys)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments", "expected"),
+    [
+        ({"data_columns": {"query": "question", "negatives": "hard"}}, [], {"query": "question", "negatives": "hard"}),
+        ({"data_columns": ["query=question", "title=h=1"]}, [], {"query": "question", "title": "h=1"}),
+        (
+            {"data_columns": {"query": "a"}},
+            ["--data_columns", "query=b", "title=c d"],
+            {"query": "b", "title": "c d"},
+        ),
+    ],
+)
+def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(
+    keys: dict[str, Any], arguments: list[str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    _, data, _ = parse([config(tmp_path, **keys), *arguments])
+    assert parse_columns(data.data_columns) == expected
+
+
+def test_weights_of_sets_and_metrics_become_arguments_of_the_trainer(tmp_path: Path) -> None:
+    given = {"train_data": ["a", {"path": "x/b", "weight": 2}], **EVALUATED, "metric_for_best_model": "NDCG@10"}
+    _, data, args = parse([config(tmp_path, **given, early_stopping_patience=3)])
+    assert (args.set_sampler, args.sampling_weights) == ("weights", {"b": 2})
+    assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better and not data.is_one_path
+
+
+def test_auto_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+    given = [config(tmp_path), "--total_train_batch_size=64"]
+    assert parse([*given, "--per_device_train_batch_size=auto"])[2].finds_micro_batch
+    args = parse([*given, "--per_device_train_batch_size", "16"])[2]
+    assert not args.finds_micro_batch and args.gradient_accumulation_steps == 4
+
+
+def test_settings_of_data_reach_the_reader(tmp_path: Path) -> None:
+    lines = ['{"query": "q", "positives": ["p", "o"], "negatives": ["n"]}', '{"query": "r", "positives": ["s"]}']
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    keys = {"train_data": str(tmp_path / "d.jsonl"), "num_hard_negatives": 1, "missing_negatives": "drop"}
+    _, data, args = parse([config(tmp_path, **keys, positives="all")])
+    loaded = load_data(data, args)
+    assert len(loaded.dataset) == 2 and loaded.dataset.column_names == ["query", "positive", "negative_1"]
+
+
+# Those of the paper have a test of their own.
+@pytest.mark.parametrize(
+    "name", sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts)
+)
+def test_shipped_configs_parse(name: str) -> None:
+    assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128

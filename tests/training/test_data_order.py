@@ -1,0 +1,220 @@
+"""Sampled rows, several sets, streams and planned batches in the trainer: a function of seed and epoch alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from sample_texts import sentences
+from tiny_runs import SAVES, differing, log_of, pairs, state_of
+
+from contaccum.data import load_training_data, load_training_sets, parse_training_sets, samplings_of
+from contaccum.errors import ConfigError
+
+SIZES = {"large": 31, "small": 9, "other": 5}
+
+
+def records(n: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Queries with 1 to 3 positives, and 0 to 4 negatives."""
+    queries, passages, negatives = sentences(n, seed), sentences(3 * n, seed + 1, 9), sentences(4 * n, seed + 2, 9)
+    found = []
+    for i in range(n):
+        several = [passages[3 * i + k] for k in range(1 + i % 3)]
+        listed = [negatives[4 * i + k] for k in range(i % 5)]
+        found.append({"query": queries[i], "positives": several, "negatives": listed})
+    return found
+
+
+def write(folder: Path, name: str = "data", n: int = 43, seed: int = 1) -> str:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records(n, seed)))
+    return str(path)
+
+
+def texts_of(trainer: Any) -> list[list[str]]:
+    """The rows of every micro-batch that is trained on, as decoded texts, in order; filled by training."""
+    seen: list[list[str]] = []
+    step = trainer.training_step
+
+    def spy(model: Any, inputs: dict[str, Any], *others: Any) -> Any:
+        assert not [name for name in inputs if name.startswith(("topic", "length"))]
+        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
+        texts = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
+        seen.append([" | ".join(row) for row in zip(*texts, strict=True)])
+        return step(model, inputs, *others)
+
+    trainer.training_step = spy
+    return seen
+
+
+def assert_resumes(trainer_in: Any, tmp_path: Path, load: Any, updates: tuple[int, ...], **settings: Any) -> Any:
+    straight = trainer_in(tmp_path / "a", load(), dropout=0.1, **settings, **SAVES)
+    seen = texts_of(straight)
+    straight.train()
+    for update in updates:
+        resumed = trainer_in(tmp_path / f"b{update}", load(), dropout=0.1, **settings)
+        again = texts_of(resumed)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{update}"))
+        assert again and again == seen[-len(again) :]
+        assert differing(state_of(straight), state_of(resumed)) == []
+        losses = [line["loss"] for line in log_of(tmp_path / "a")][update:]
+        assert [line["loss"] for line in log_of(tmp_path / f"b{update}")] == losses
+    return straight, seen
+
+
+def test_a_run_on_sampled_rows_resumes_bit_for_bit_and_epochs_differ(trainer_in: Any, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    _, seen = assert_resumes(
+        trainer_in, tmp_path, lambda: load_training_data(path, num_hard_negatives=2).dataset, (2, 6), num_train_epochs=2
+    )
+    assert {row for batch in seen[:11] for row in batch} != {row for batch in seen[11:] for row in batch}
+
+
+def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(trainer_in: Any, tmp_path: Path) -> None:
+    path = write(tmp_path)
+
+    def order(name: str, **settings: Any) -> list[str]:
+        data = load_training_data(path, num_hard_negatives=2)
+        trainer = trainer_in(tmp_path / name, data.dataset, **settings)
+        seen = texts_of(trainer)
+        trainer.train()
+        return [row for batch in seen for row in batch]
+
+    base = order("base")
+    assert len(base) == 43
+    assert order("weights", seed=6, data_seed=5) == base != order("seed", seed=6)
+    assert order("workers", dataloader_num_workers=1) == base
+    assert order("method", method="grad_cache") == base
+
+
+def test_every_known_positive_reaches_the_loss(trainer_in: Any, tmp_path: Path) -> None:
+    data = load_training_data(write(tmp_path), num_hard_negatives=2)
+    assert data.known_positives is not None
+    trainer = trainer_in(tmp_path / "run", data.dataset)
+    assert trainer.loss._positives is not None
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["label"].shape == (4, 4) and batch["label"].dtype == torch.int64
+    (tmp_path / "plain").mkdir()
+    plain = load_training_data(write(tmp_path / "plain", n=1), num_hard_negatives=0)
+    assert plain.known_positives is None and trainer_in(tmp_path / "run", plain.dataset).loss._positives is None
+
+
+def test_a_fingerprint_that_is_not_given_is_of_the_texts(trainer_in: Any, tmp_path: Path) -> None:
+    found = [trainer_in(tmp_path / str(n), pairs(n)).fingerprint() for n in (12, 12, 13)]
+    assert found[0] == found[1] != found[2] and len(str(found[0])) == 64
+
+
+def rows(n: int = 43) -> Dataset:
+    """Every query in two rows, positives of different lengths, three topics."""
+    queries = [text for text in sentences(-(-n // 2), 1) for _ in range(2)][:n]
+    positives = [" ".join(text.split()[: 2 + i % 7]) + f" {i}" for i, text in enumerate(sentences(n, 2, 9))]
+    return Dataset.from_dict({"query": queries, "positive": positives, "topic": [f"t{i % 3}" for i in range(n)]})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_sampler": "no_duplicates"},
+        {"train_sampling_strategy": "group_by_length"},
+        {"topic_column": "topic"},
+        {"topic_column": "topic", "train_sampling_strategy": "group_by_length"},
+    ],
+    ids=["no_duplicates", "lengths", "topics", "lengths of topics"],
+)
+def test_planned_batches_resume_bit_for_bit(trainer_in: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    data = rows() if "topic_column" in settings else rows().remove_columns("topic")
+    _, seen = assert_resumes(trainer_in, tmp_path, lambda: data, (2, 6), num_train_epochs=2, **settings)
+    if "batch_sampler" in settings:
+        queries = [[row.split(" | ")[0] for row in batch] for batch in seen]
+        assert all(len(set(batch)) == len(batch) for batch in queries)
+
+
+def sets(folder: Path, *given: Any) -> Any:
+    paths = {name: write(folder, name, n, 10 * n) for name, n in SIZES.items()}
+    asked = given or [paths["large"], {"path": paths["small"], "num_hard_negatives": 2}, paths["other"]]
+    return load_training_sets(parse_training_sets(list(asked), {}))
+
+
+def test_a_run_on_several_sets_resumes_bit_for_bit_and_knows_their_shares(trainer_in: Any, tmp_path: Path) -> None:
+    settings = {"sampling_weights": {"small": 2}, "num_train_epochs": 2}
+    straight, seen = assert_resumes(
+        trainer_in, tmp_path, lambda: sets(tmp_path).dataset, (1, 6), data_sets={"small": {"path": "p"}}, **settings
+    )
+    assert straight.set_shares.keys() == SIZES.keys() and len(seen) == 26
+    assert sum(about["share"] for about in straight.set_shares.values()) == pytest.approx(1.0)
+    assert len(samplings_of(straight.train_dataset)) == 3
+    record = json.loads((tmp_path / "a" / "run.json").read_text())["data"]
+    assert [one["name"] for one in record["sets"]] == list(SIZES) and record["sets"][1]["path"] == "p"
+    assert record["sets"][1]["weight"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("method", ["in_batch", "grad_cache", "contaccum"])
+def test_methods_train_on_sets_with_different_numbers_of_negatives(
+    trainer_in: Any, method: str, tmp_path: Path
+) -> None:
+    k = 1 if method == "in_batch" else 3
+    settings = {"multi_dataset_batch_sampler": "temperature", "gradient_accumulation_steps": k}
+    trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, method=method, **settings)
+    trainer.train()
+    if method == "contaccum":
+        assert trainer.loss._positives is not None and trainer.hard_negatives == 2
+
+
+def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
+    paths = {name: write(tmp_path, name, n, 10 * n) for name, n in SIZES.items()}
+    asked = [{"path": paths["large"], "query_prompt": "cat "}, paths["small"], {"path": paths["other"], "weight": 1}]
+    loaded = load_training_sets(parse_training_sets(asked, {}))
+    model = tiny_model(query_prompt="dog ")
+    trainer = trainer_in(tmp_path / "run", loaded.dataset, model=model, prompts=loaded.prompts(model.prompts))
+    seen = texts_of(trainer)
+    trainer.train()
+    first = Counter(row.split(" ")[0] for batch in seen for row in batch)
+    assert first == {"cat": 31, "dog": 14}
+    assert all(len({row.split(" ")[0] for row in batch}) == 1 for batch in seen)
+
+
+def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
+    one = pairs(9)
+    parts = DatasetDict({"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})})
+    model = tiny_model(tied=False, query_prompt="q: ", passage_prompt="p: ")
+    trainer = trainer_in(tmp_path, parts, model=model, max_steps=2)
+    assert trainer.args.prompts == {
+        "one": {"query": "q: ", "positive": "p: "},
+        "two": {"positive": "q: ", "text": "p: "},
+    }
+    assert trainer.args.router_mapping["two"] == {"positive": "query", "text": "document"}
+    trainer.train()
+    with pytest.raises(ConfigError, match="by training set with one eval_dataset"):
+        trainer_in(tmp_path, parts, model=model, eval_dataset=one)
+
+
+def test_a_streamed_run_resumes_bit_for_bit_without_tokenizing_what_it_skips(trainer_in: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, n=26)
+
+    def load() -> Any:
+        given = {"num_hard_negatives": 1, "streaming": True, "shuffle_buffer_size": 7, "seed": 5}
+        return load_training_data(path, **given).dataset
+
+    # 6 updates of 3 micro-batches of 4: almost three passes over 26 rows, whose ends lie within micro-batches.
+    _, seen = assert_resumes(trainer_in, tmp_path, load, (1, 5), max_steps=6)
+    assert len(seen) == 18 and all(len(batch) == 4 for batch in seen)
+    assert [line["epoch"] for line in log_of(tmp_path / "b5")] == [1.0]
+    resumed = trainer_in(tmp_path / "c", load(), max_steps=6)
+    collate, calls = resumed.data_collator, []
+    resumed.data_collator = lambda rows: calls.append(len(rows)) or collate(rows)  # type: ignore[func-returns-value]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+    assert calls == [4] * 4  # those of one update, and the one that the loader reads ahead
+
+
+def test_evaluation_rows_may_have_columns_about_rows_too(trainer_in: Any, tmp_path: Path) -> None:
+    settings = {"topic_column": "topic", "train_sampling_strategy": "group_by_length", "eval_strategy": "epoch"}
+    trainer = trainer_in(tmp_path, rows(), eval_dataset=rows(10), **settings)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ConfigError, match="topic_column=topic"):
+        trainer_in(tmp_path, pairs(9), topic_column="topic")

@@ -1,0 +1,167 @@
+"""Evaluation while training: it changes nothing that is trained, and the best model is the one that is kept."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sample_texts import sentences
+from tiny_runs import differing, log_of, state_of
+
+from contaccum.data import BeirDataset, RecordReport
+from contaccum.errors import ConfigError
+from contaccum.evaluation.beir import evaluate_beir
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+
+EVERY = {"eval_strategy": "steps", "eval_steps": 1}
+BEST = {**EVERY, "load_best_model_at_end": True, "metric_for_best_model": "ndcg@10", "save_strategy": "steps"}
+BEST |= {"save_steps": 1}
+STOPS = {**BEST, "early_stopping_patience": 2, "max_steps": 5}
+FALLING = {1: 0.5, 2: 0.6, 3: 0.4, 4: 0.55, 5: 0.9}
+
+
+def dev_set(fingerprint: str = "d" * 64) -> BeirDataset:
+    """20 documents, 6 queries with two relevant documents each."""
+    corpus = {f"d{n}": {"title": "", "text": text} for n, text in enumerate(sentences(20, 8))}
+    queries = {f"q{n}": text for n, text in enumerate(sentences(6, 9))}
+    qrels = {f"q{n}": {f"d{n}": 1, f"d{n + 10}": 1} for n in range(6)}
+    return BeirDataset("made", corpus, queries, qrels, "dev", fingerprint, Path("made"), RecordReport("stop"))
+
+
+class Figures(RetrievalEvaluator):
+    """Says that ndcg@10 after update N is ``figures[N]``; and draws random numbers, as an evaluator may."""
+
+    def __init__(self, figures: dict[int, float], fingerprint: str = "d" * 64) -> None:
+        super().__init__(dev_set(fingerprint))
+        self.figures = figures
+        self.asked: list[int] = []
+
+    def __call__(self, model: Any, output_path: Any = None, epoch: float = -1, steps: int = -1) -> dict[str, float]:
+        torch.rand(3), np.random.rand(3), random.random()
+        self.asked.append(steps)
+        return {"ndcg@10": self.figures[steps], "mrr@10": 0.1}
+
+
+def test_an_evaluated_run_equals_the_other_bit_for_bit(trainer_in: Any, tmp_path: Path) -> None:
+    states, logs = [], []
+    for folder, given in (("plain", {}), ("scored", {"evaluator": RetrievalEvaluator(dev_set()), **EVERY})):
+        trainer = trainer_in(tmp_path / folder, dropout=0.3, **given)
+        trainer.train()
+        states.append(state_of(trainer) | {"numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))})
+        logs.append([(line["loss"], line["bank_fill"]) for line in log_of(tmp_path / folder)])
+    assert differing(*states) == [] and logs[0] == logs[1] and len(logs[0]) == 3
+    assert [line["update"] for line in log_of(tmp_path / "scored", "eval_log.jsonl")] == [1, 2, 3]
+
+
+def test_figures_are_those_of_an_evaluation_of_the_same_model(trainer_in: Any, tmp_path: Path) -> None:
+    evaluator = RetrievalEvaluator(dev_set(), ["ndcg@10", "MRR@5", "recall@3", "accuracy@1"])
+    trainer = trainer_in(tmp_path, evaluator=evaluator, **EVERY)
+    trainer.train()
+    result = evaluate_beir(trainer.model, dev_set(), k_values=(1, 3, 5, 10), show_progress=False)
+    last = log_of(tmp_path, "eval_log.jsonl")[-1]
+    for ours, theirs in {"ndcg@10": "NDCG@10", "mrr@5": "MRR@5", "recall@3": "Recall@3"}.items():
+        assert last[f"eval_{ours}"] == pytest.approx(result.metrics[theirs], abs=1e-12)
+    assert last["eval_runtime"] > 0 and "eval_samples_per_second" not in last
+    assert not (tmp_path / "eval").exists()  # nothing is in it
+
+
+def test_the_last_update_is_evaluated_whatever_the_interval(trainer_in: Any, tmp_path: Path) -> None:
+    settings = {**EVERY, "eval_steps": 2, "eval_on_start": True}
+    trainer_in(tmp_path, evaluator=Figures(dict.fromkeys(range(9), 0.5)), **settings).train()
+    assert [line["update"] for line in log_of(tmp_path, "eval_log.jsonl")] == [0, 2, 3]
+
+
+def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, evaluator=Figures({1: 0.2, 2: 0.7, 3: 0.1}), save_total_limit=2, **BEST)
+    trainer.train()
+    assert [line["best"] for line in log_of(tmp_path, "eval_log.jsonl")] == [True, True, False]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    best, last = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 3))
+    ours = {key.split(".", 1)[1]: value for key, value in trainer.model[0].state_dict().items() if "." in key}
+    shared = best.keys() & ours.keys()
+    assert shared and all(torch.equal(best[key], ours[key]) for key in shared)
+    assert any(not torch.equal(best[key], last[key]) for key in shared)
+
+
+def test_saving_only_the_best_keeps_one_checkpoint(trainer_in: Any, tmp_path: Path) -> None:
+    settings = {**BEST, "save_strategy": "best", "save_total_limit": 1}
+    trainer_in(tmp_path, evaluator=Figures({1: 0.2, 2: 0.4, 3: 0.1}), **settings).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_patience_is_lost_evaluation_by_evaluation_across_restarts(
+    trainer_in: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
+    with caplog.at_level(logging.WARNING):
+        straight.train()
+    assert straight.state.global_step == 4 and straight.state.best_global_step == 2
+    assert "stopped early after update 4: 2 evaluations in a row without a better ndcg@10 than 0.6" in caplog.text
+
+    resumed = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # one of two was lost by then
+    assert resumed.state.global_step == 4 and resumed.evaluator.asked == [4]
+    assert [line["update"] for line in log_of(tmp_path, "eval_log.jsonl")] == [1, 2, 3, 4]
+    assert resumed.state.best_metric == 0.6
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+    again = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint="last")  # as a job that is started again and again does
+    assert again.state.global_step == 4 and again.evaluator.asked == []
+    assert "raise early_stopping_patience to go on" in caplog.text
+    assert differing(*({"w": torch.cat([p.flatten() for p in x.model.parameters()])} for x in (straight, again))) == []
+    patient = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **{**STOPS, "early_stopping_patience": 9})
+    patient.train(resume_from_checkpoint="last")
+    assert patient.state.global_step == patient.state.best_global_step == 5
+
+
+def test_better_by_less_than_the_threshold_is_not_better(trainer_in: Any, tmp_path: Path) -> None:
+    rising = {n: 0.5 + n / 100 for n in range(1, 7)}
+    trainer = trainer_in(tmp_path, 72, evaluator=Figures(rising), **STOPS, early_stopping_threshold=0.02)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("changed", ["data", "metric"])
+def test_the_best_so_far_is_forgotten_when_it_was_measured_otherwise(
+    trainer_in: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: str
+) -> None:
+    trainer_in(tmp_path, evaluator=Figures(FALLING), **{**STOPS, "max_steps": 2}).train()
+    other = Figures(FALLING, "e" * 64 if changed == "data" else "d" * 64)
+    settings = {**STOPS, "max_steps": 3, "metric_for_best_model": "mrr@10" if changed == "metric" else "ndcg@10"}
+    trainer = trainer_in(tmp_path, evaluator=other, **settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint="last")
+    assert "the best so far (0.6000 after update 2) was measured by another metric or on other data" in caplog.text
+    assert trainer.state.best_global_step == trainer.state.global_step == 3
+
+
+def test_an_evaluation_is_not_time_of_training(
+    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, late = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+
+    class Slow(Figures):
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            late[0] += 1000.0
+            return super().__call__(*args, **kwargs)
+
+    trainer_in(tmp_path, evaluator=Slow(dict.fromkeys(range(9), 0.5)), **EVERY).train()
+    assert max(line["seconds"] for line in log_of(tmp_path)) < 500
+
+
+def test_without_a_metric_the_evaluators_own_decides(trainer_in: Any, tmp_path: Path) -> None:
+    settings = {key: value for key, value in BEST.items() if key != "metric_for_best_model"}
+    trainer = trainer_in(tmp_path, evaluator=Figures(FALLING), **settings)
+    assert trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
+    with pytest.raises(ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator measures ndcg@10, "):
+        trainer_in(tmp_path, evaluator=Figures(FALLING), **{**BEST, "metric_for_best_model": "ndcg@7"})

@@ -1,0 +1,144 @@
+"""Hard negatives mined anew while training: what is mined, which texts reach a batch, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, Features, Value
+from sample_texts import sentences
+from tiny_runs import SAVES, differing, log_of, pairs, state_of
+
+from contaccum.errors import ConfigError, UserError
+from contaccum.mining import load_mining_data, mine_hard_negatives
+
+N = 36
+REFRESH = {"refresh_negatives_every": 2, "refresh_pool": 4, "refresh_relative_margin": 0.0, "num_train_epochs": 2}
+
+
+def without_negatives(h: int = 2, several: bool = False) -> Dataset:
+    queries = sentences(N, 1)
+    if several:  # every query has two positives
+        queries = [queries[i // 2] for i in range(N)]
+    columns: dict[str, Any] = {"query": queries, "positive": sentences(N, 2, 9)}
+    names = [*columns, *(f"negative_{i + 1}" for i in range(h))]
+    columns |= {name: [None] * N for name in names[2:]}
+    return Dataset.from_dict(columns, features=Features(dict.fromkeys(names, Value("string"))))
+
+
+def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
+    """The texts of every update, and the model that each begins with."""
+    windows: list[list[list[str]]] = []
+    models: dict[int, Any] = {}
+    step = trainer.micro_step
+
+    def spy(model: Any, inputs: dict[str, Any], *others: Any, **more: Any) -> Any:
+        update = trainer.state.global_step
+        if update not in models:
+            models[update] = copy.deepcopy(trainer.model)
+            windows.append([])
+        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
+        texts = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
+        windows[-1] += [list(row) for row in zip(*texts, strict=True)]
+        assert "label" not in inputs or inputs["label"].shape[1] == len(texts)
+        return step(model, inputs, *others, **more)
+
+    trainer.micro_step = spy
+    return windows, models
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in: Any, tmp_path: Path, workers: int) -> None:
+    trainer = trainer_in(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
+    windows, models = watch(trainer)
+    trainer.train()
+    assert len(windows) == 6
+    rows = zip(sentences(N, 1), sentences(N, 2, 9), strict=True)
+    data = load_mining_data({"query": query, "positive": positive} for query, positive in rows)
+    found = {}
+    for update in (0, 2, 4):
+        mined = mine_hard_negatives(
+            models[update],
+            data,
+            num_negatives=4,
+            range_max=None,
+            relative_margin=0.0,
+            batch_size=4,
+            show_progress=False,
+        )
+        found[update] = {
+            query: {data.documents[row].passage for row in picks if row >= 0}
+            for query, picks in zip(data.queries, mined.rows.tolist(), strict=True)
+        }
+    assert found[0] != found[2] != found[4]
+    for update, window in enumerate(windows):
+        for query, positive, *negatives in window:
+            pool = found[update // 2 * 2][query]
+            assert positive not in negatives and len(set(negatives)) == 2
+            assert len(pool) < 2 or set(negatives) <= pool
+    log = log_of(tmp_path)
+    assert [line.get("mined_at") for line in log] == [0, None, 2, None, 4, None]
+    assert log[0]["mining_seconds"] > 0 and log[2]["mined_positive_score"] > log[2]["mined_negative_score"]
+    assert 0 <= log[2]["mined_as_before"] <= 1 and log[0]["mined_as_before"] == 0
+
+
+def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(
+    trainer_in: Any, tmp_path: Path
+) -> None:
+    data = without_negatives(several=True)
+    positives: dict[str, set[str]] = {}
+    for row in data:
+        positives.setdefault(row["query"], set()).add(row["positive"])
+    trainer = trainer_in(tmp_path, data, **REFRESH)
+    windows, _ = watch(trainer)
+    trainer.train()
+    assert trainer.loss._positives is not None
+    for query, positive, *negatives in (row for window in windows for row in window):
+        assert positive in positives[query] and not positives[query] & set(negatives)
+
+
+def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in: Any, tmp_path: Path) -> None:
+    straight = trainer_in(tmp_path / "a", without_negatives(), dropout=0.1, **REFRESH, **SAVES)
+    straight.train()
+    for update in (2, 3):  # right before a refresh, and between two
+        resumed = trainer_in(tmp_path / str(update), without_negatives(), dropout=0.1, **REFRESH)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{update}"))
+        assert differing(state_of(straight), state_of(resumed)) == []
+        assert torch.equal(torch.from_numpy(straight.refresh.rows), torch.from_numpy(resumed.refresh.rows))
+    plain = trainer_in(tmp_path / "plain", pairs(N, 2), num_train_epochs=2, **SAVES)
+    plain.train()
+    with pytest.raises(UserError, match="without refresh_negatives_every"):
+        other = trainer_in(tmp_path / "c", pairs(N, 2), resume_with_changes=True, **REFRESH)
+        other.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+
+
+def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, pairs(N, 2), **REFRESH)
+    windows, _ = watch(trainer)
+    trainer.train()
+    given = {row["query"]: {row["negative_1"], row["negative_2"]} for row in pairs(N, 2)}
+    assert all(set(negatives) == given[query] for window in windows[:2] for query, _, *negatives in window)
+    assert any(set(negatives) != given[query] for query, _, *negatives in windows[2])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (pairs(9), "needs query, positive, negative_1 and on"),
+        (DatasetDict({"a": pairs(9, 1)}), "needs one data set whose rows can be looked up"),
+        (pairs(9, 1).rename_column("query", "anchor"), "needs query, positive, negative_1 and on"),
+    ],
+    ids=["no negatives", "several sets", "other names"],
+)
+def test_data_that_nothing_can_be_put_into_is_refused(trainer_in: Any, tmp_path: Path, data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer_in(tmp_path, data, **REFRESH)
+
+
+def test_data_to_mine_in_without_the_queries_is_refused(trainer_in: Any, tmp_path: Path) -> None:
+    other = load_mining_data([{"query": "a query", "positive": "a passage"}])
+    with pytest.raises(ConfigError, match=r"row 0 of the training data has a query that .* \(and so have 8 others\)"):
+        trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)
