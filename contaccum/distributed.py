@@ -54,8 +54,8 @@ def gather_batch(
 ) -> tuple[list[Tensor], tuple[Tensor | None, ...], slice]:
     """Concatenate every rank's micro-batch in rank order; micro-batches may differ in length, and be empty.
 
-    Two collectives carry the micro-batch, one for embeddings and one for ids, after one that says what will come: on an
-    accelerator the host waits for that.
+    Two collectives carry it, one for embeddings and one for ids, after one that says what will come: on an accelerator
+    the host waits for that.
 
     Args:
         embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d), with this rank's n; detached.
@@ -70,29 +70,29 @@ def gather_batch(
     """
     n, d = embeddings[0].shape
     h = embeddings[2].shape[1] if len(embeddings) > 2 else 0
-    known = sum((x is not None) << position for position, x in enumerate(ids))
-    facts = torch.tensor([[n, d, h, embeddings[0].element_size(), known]], device=embeddings[0].device)
-    lengths, *shapes, known_by_rank = zip(*_all_gather(facts, world_size() * [1]).tolist(), strict=True)
+    given = [x is not None for x in ids]
+    facts = torch.tensor([[n, d, h, embeddings[0].element_size(), *given]], device=embeddings[0].device)
+    every = _all_gather(facts, world_size() * [1])
+    lengths, *shapes = every[:, :4].T.tolist()
     for name, values in zip(("embedding size", "hard negatives per query", "bytes per number"), shapes, strict=True):
         if len(set(values)) > 1:
             raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in {name}: {', '.join(map(str, values))}")
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
-    start = sum(lengths[: rank()])
-    own = slice(start, start + n)
+    own = slice(sum(lengths[: rank()]), sum(lengths[: rank() + 1]))
     joined = _all_gather(torch.cat([x.flatten(1) for x in embeddings], dim=1), lengths)
     parts = joined.split([x.shape[1:].numel() for x in embeddings], dim=1)
     everyone = [part.reshape(-1, *x.shape[1:]).contiguous() for part, x in zip(parts, embeddings, strict=True)]
-    if not any(known_by_rank):
+    anywhere = every[:, 4:].any(0).tolist()
+    if not any(anywhere):
         return everyone, (None,) * len(ids), own
     columns = [
         facts.new_full((n, width), no_id) if x is None else x.to(facts).reshape(n, width)
         for x, width in zip(ids, (1, 1, h), strict=True)
     ]
     query_ids, passage_ids, negative_ids = _all_gather(torch.cat(columns, dim=1), lengths).split([1, 1, h], dim=1)
-    missing = [not any(value >> position & 1 for value in known_by_rank) for position in range(len(ids))]
-    found = (query_ids[:, 0].contiguous(), passage_ids[:, 0].contiguous(), negative_ids.contiguous())
-    return everyone, tuple(None if gone else x for gone, x in zip(missing, found, strict=True)), own
+    found = (query_ids[:, 0], passage_ids[:, 0], negative_ids)
+    return everyone, tuple(x if known else None for known, x in zip(anywhere, found, strict=True)), own
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:

@@ -7,7 +7,7 @@ old" is easier to learn than "relevant or not". It knows neither the loss nor th
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ MOVES_ENTRIES = ("auto", "mean")
 RESIDUAL_BOUND = 0.08
 """What may be left of an entry's drift once the mean shift is taken off, in units of its tower's spread."""
 
-PROBES_KEPT = 32
-"""Probes over the life of a bank; a larger bank keeps them further apart."""
+PROBES = 32
+"""Probes over the life of a bank; for a larger bank they are further apart."""
 
 
 class RunningMean(nn.Module):
@@ -60,20 +60,18 @@ class RunningMean(nn.Module):
         one tells nothing of how samples vary, and never counts as a jump.
         """
         n = embeddings.shape[0]
-        embeddings = embeddings.to(self.mean)
-        fresh = embeddings.mean(0)
-        seen = self.weight > 0
-        distance = (fresh - self.mean).square().sum()
+        variances, fresh = torch.var_mean(embeddings, 0, correction=0)
+        within, away, seen = variances.sum(), fresh - self.mean, self.weight > 0
+        distance = away @ away
         # What |fresh - mean|^2 is on average when nothing moved: the variances of the two means.
         noise = self.variance * (1 / n + 1 / (2 * self.horizon))
-        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0) * (seen & (n > 1))
+        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0) * (seen if n > 1 else 0)
         step = -math.expm1(-n / self.horizon)
-        weight = self.weight + step * (1 - self.weight)
+        weight = self.weight * (1 - step) + step
         gain = step / weight
-        within = (embeddings - fresh).square().sum() / max(n - 1, 1)
-        spread = torch.where(seen & (jump == 0), (embeddings - self.mean).square().sum(1).mean(), within)
-        variance = self.variance + gain * (spread - self.variance)
-        return self.mean + torch.maximum(gain, jump) * (fresh - self.mean), weight, variance
+        spread = torch.where(seen & (jump == 0), within + distance, within * (n / max(n - 1, 1)))
+        mean = self.mean.lerp(fresh, torch.maximum(gain, jump))
+        return mean, weight, self.variance.lerp(spread, gain)
 
     @torch.no_grad()
     def set(self, state: tuple[Tensor, ...], where: Tensor) -> None:
@@ -90,71 +88,60 @@ class DriftProbe(nn.Module):
     how old is too old.
 
     Args:
-        texts: probe pairs S.
-        dim: the embedding size d.
-        life: pairs that the bank holds: how far back probes are kept.
+        shape: (S, d), of the embeddings of either tower.
+        life: pairs that the bank holds: how far back probes reach.
     """
 
     embeddings: Tensor
-    update: Tensor
-    pairs: Tensor
 
-    def __init__(
-        self, texts: int, dim: int, dtype: torch.dtype, device: torch.device | None = None, life: int = 1024
-    ) -> None:
+    def __init__(self, shape: Sequence[int], life: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
         super().__init__()
-        self.spacing = max(PAIRS_PER_ORIGIN, life // PROBES_KEPT + 1)
-        self.register_buffer("embeddings", torch.zeros(PROBES_KEPT + 2, 2, texts, dim, dtype=dtype, device=device))
-        self.register_buffer("update", torch.zeros(PROBES_KEPT + 2, dtype=torch.int64, device=device))
-        # Pairs of training seen at each probe kept, oldest first, then -1: on the host, but for the state.
-        self.register_buffer("pairs", torch.full((PROBES_KEPT + 2,), -1, dtype=torch.int64))
-        self._pairs: list[int] = []
+        self.spacing = max(PAIRS_PER_ORIGIN, life // PROBES + 1)
+        self.register_buffer("embeddings", torch.zeros(PROBES + 2, 2, *shape, dtype=dtype, device=device))
+        self.pairs: list[int] = []  # of training, seen at each probe, oldest first
+        self.updates: list[int] = []
 
     @torch.no_grad()
-    def observe(self, queries: Tensor, passages: Tensor, update: Tensor, pairs: int) -> Tensor:
+    def observe(self, queries: Tensor, passages: Tensor, update: int, pairs: int) -> Tensor:
         """Take in embeddings, (S, d) each, as of ``update`` and ``pairs``: the mean shift since the last, (2, d)."""
         fresh = torch.stack([queries, passages]).to(self.embeddings)
-        known = len(self._pairs)
+        known = len(self.pairs)
         shift = (fresh - self.embeddings[max(known - 1, 0)]).mean(1) * (known > 0)
         # The latest probe stays beside the others once it is far enough from the one before it.
-        if known > 1 and self._pairs[-1] - self._pairs[-2] < self.spacing:
+        if known > 1 and self.pairs[-1] - self.pairs[-2] < self.spacing:
             known -= 1
         elif known == len(self.embeddings):
             known -= 1
-            for buffer in (self.embeddings, self.update):
-                buffer.copy_(buffer.roll(-1, 0))
-            del self._pairs[0]
-        self._pairs[known:] = [pairs]
+            self.embeddings.copy_(self.embeddings.roll(-1, 0))
+            del self.pairs[0], self.updates[0]
+        self.pairs[known:], self.updates[known:] = [pairs], [update]
         self.embeddings[known] = fresh
-        self.update[known] = update
         return shift
 
     def residuals(self) -> Tensor:
-        """What the mean shift leaves of the drift since each probe but the latest, for both towers: (kept - 1, 2).
+        """What the mean shift leaves of the drift since each probe but the latest, for both towers: (probes - 1, 2).
 
         Root mean square over the texts, in units of the root mean squared distance of the texts from their mean.
         """
-        then, now = self.embeddings[: len(self._pairs) - 1], self.embeddings[len(self._pairs) - 1]
-        moved = now - then
-        left = (moved - moved.mean(2, keepdim=True)).square().sum(-1).mean(-1)
-        return (left / _variance(now)).sqrt()
+        *_, now = probes = self.embeddings[: len(self.pairs)]
+        return (_variance(now - probes[:-1]) / _variance(now).clamp_min(1e-24)).sqrt()
 
     def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
-        """Pairs of training after which an entry has drifted further than ``bound``; infinite when none kept has.
+        """Pairs of training after which an entry has drifted further than ``bound``; infinite when none has.
 
         Args:
-            residuals: of one tower, (kept - 1,), as :meth:`residuals` gives them. Between probes they are interpolated.
+            residuals: of one tower, (probes - 1,), as :meth:`residuals` gives them. In between they are interpolated.
         """
-        ages = [self._pairs[-1] - pairs for pairs in self._pairs[-2::-1]]
         before, less = 0.0, 0.0
-        for age, residual in zip(ages, reversed(residuals.tolist()), strict=True):
+        for pairs, residual in zip(self.pairs[-2::-1], reversed(residuals.tolist()), strict=True):
+            age = self.pairs[-1] - pairs
             if residual > bound:
                 return before + (age - before) * (bound - less) / (residual - less)
             before, less = age, residual
         return math.inf
 
     def record(self, oldest: int) -> dict[str, float]:
-        """Drift over the life of the bank, or over as much of it as is kept; empty before the second probe.
+        """Drift over the life of the bank, or over as much of it as is known; empty before the second probe.
 
         Args:
             oldest: age in updates of the bank's oldest entry.
@@ -165,31 +152,27 @@ class DriftProbe(nn.Module):
             the mean shift, in units of the texts' root mean squared distance from their mean) and
             ``drift_residual_...`` (what is left without the mean shift, in the same units). Reads the device.
         """
-        last = len(self._pairs) - 1
-        if last < 1:
+        ages = [self.updates[-1] - update for update in self.updates[:-1]]
+        if not ages:
             return {}
-        updates = self.update.tolist()
-        then = next((i for i in range(last) if updates[last] - updates[i] <= max(oldest, 1)), last - 1)
-        record: dict[str, float] = {"drift_age": updates[last] - updates[then]}
-        residuals = self.residuals()
-        for tower, name in enumerate(("query", "passage")):
-            new, old = self.embeddings[last, tower], self.embeddings[then, tower]
-            shift = (new - old).mean(0).norm() / _variance(new).sqrt()
-            record[f"drift_cosine_{name}"] = nn.functional.cosine_similarity(new, old).mean().item()
-            record[f"drift_shift_{name}"] = shift.item()
-            record[f"drift_residual_{name}"] = residuals[then, tower].item()
+        then = next((i for i, age in enumerate(ages) if age <= max(oldest, 1)), len(ages) - 1)
+        old, new = self.embeddings[then], self.embeddings[len(ages)]
+        cosines = nn.functional.cosine_similarity(new, old, dim=-1).mean(-1)
+        shifts = (new - old).mean(1).norm(dim=-1) / _variance(new).sqrt()
+        record: dict[str, float] = {"drift_age": ages[then]}
+        for key, values in (("cosine", cosines), ("shift", shifts), ("residual", self.residuals()[then])):
+            record |= {f"drift_{key}_query": values[0].item(), f"drift_{key}_passage": values[1].item()}
         return record
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.pairs.fill_(-1)
-        self.pairs[: len(self._pairs)] = torch.tensor(self._pairs, dtype=torch.int64)
-        super()._save_to_state_dict(*args, **kwargs)
+    def get_extra_state(self) -> Tensor:
+        """When the probes were, int64 (2, probes), on the CPU."""
+        return torch.tensor([self.pairs, self.updates])
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._pairs = [pairs for pairs in self.pairs.tolist() if pairs >= 0]
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on from :meth:`get_extra_state`."""
+        self.pairs, self.updates = state.tolist()
 
 
 def _variance(embeddings: Tensor) -> Tensor:
     """Mean squared distance of texts from their mean: (..., S, d) to (...)."""
-    return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1).clamp_min(1e-24)
+    return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1)

@@ -17,16 +17,9 @@ from torch.nn.functional import normalize
 
 from contaccum.distributed import agree, gather_batch, world_size
 from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, RunningMean
-from contaccum.duplicates import NO_ID, PositivesTable
 from contaccum.errors import ConfigError, check_choice
-from contaccum.memory_bank import (
-    PAIRS_PER_ORIGIN,
-    MemoryBank,
-    Pairs,
-    Scores,
-    check_bank_sizes,
-    check_embeddings,
-)
+from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
+from contaccum.pairs import NO_ID, Pairs, PositivesTable, Scores, check_embeddings
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Where the ranges of age begin by which the bank's share of the softmax is given, in updates."""
@@ -111,7 +104,12 @@ class BankedInfoNCE(nn.Module):
         gather_across_devices: bool = False,
     ) -> None:
         super().__init__()
-        check_settings(bank_size, query_bank_size, temperature, similarity, normalize_by, drift_compensation)
+        check_bank_sizes(bank_size, query_bank_size)
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
+        check_choice("similarity", similarity, ("dot", "cos"))
+        check_choice("normalize_by", normalize_by, ("local", "all"))
+        check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
         self.bank_size, self.query_bank_size = bank_size, query_bank_size
         self.temperature, self.similarity, self.normalize_by = temperature, similarity, normalize_by
         self.mask_duplicates, self.bank_hard_negatives = mask_duplicates, bank_hard_negatives
@@ -172,13 +170,14 @@ class BankedInfoNCE(nn.Module):
         units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
         self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns)
-        means: list[tuple[Tensor, ...]] = []
+        means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
         if self.passage_mean is not None and self.query_mean is not None:
             if observe and self.probe is None:
-                means = [self.passage_mean.after(units[1].detach()), self.query_mean.after(queries.detach())]
+                towers = ((self.passage_mean, units[1]), (self.query_mean, queries))
+                means = [(mean, mean.after(x.detach())) for mean, x in towers]
             # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
             # its tower then, so a new one is what it is beside that of now.
-            columns = columns - (means[0][0] if means else self.passage_mean.mean)
+            columns = columns - (means[0][1][0] if means else self.passage_mean.mean)
         pairs = Pairs.of(queries, columns, *(ids if self.mask_duplicates else (None, None, None)))
         bank_losses, rows_in_use = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
         if self.bank is None:
@@ -199,14 +198,13 @@ class BankedInfoNCE(nn.Module):
     def _gradients(self, step: _MicroStep) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the loss, and where the local rows' softmax lies."""
         middle, masses = [step.pairs.queries, step.pairs.columns], {}
-        if self.bank is None:
-            found = torch.autograd.grad(step.loss, middle)
-        else:
-            *found, weights = torch.autograd.grad(step.loss, [*middle, step.scores.of_columns])
-            masses = self._masses(step, weights * step.share)
+        wanted = middle if self.bank is None else [*middle, step.scores.of_columns]
+        found = list(torch.autograd.grad(step.loss, wanted))
+        if self.bank is not None:
+            masses = self._masses(step, found.pop() * step.share)
             if self.drift_compensation == "auto" and self.bank.aged:
                 found = [_without_mean(g) for g in found]
-        return torch.autograd.grad(middle, step.leaves, found), masses
+        return list(torch.autograd.grad(middle, step.leaves, found)), masses
 
     @torch.no_grad()
     def _enqueue(self, step: _MicroStep) -> Tensor | int:
@@ -214,7 +212,7 @@ class BankedInfoNCE(nn.Module):
         if self.bank is None:
             return 0
         finite = (step.loss + self.bank.greatest(step.pairs)).isfinite()
-        for mean, state in zip((self.passage_mean, self.query_mean), step.means, strict=False):
+        for mean, state in step.means:
             mean.set(state, finite)
         origin = None if self.query_mean is None else self.query_mean.mean
         self.bank.append(step.pairs, step.scores, finite, origin)
@@ -229,7 +227,7 @@ class BankedInfoNCE(nn.Module):
         top = scores.own.amax((1, 2))
         if bank is not None:
             top = torch.maximum(top, scores.of_columns.amax(1))
-        spread = (passages - passages.mean(0)).square().sum() / passages.square().sum()
+        spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
         return {
             "loss": step.loss.detach(),
             "local_loss": step.local_losses.mean(),
@@ -263,7 +261,7 @@ class BankedInfoNCE(nn.Module):
         """Mask the pairs of ``table`` wherever a micro-batch meets them from now on. Not part of the state."""
         self.positives = table
         if self.bank is not None:
-            self.bank.positives = table.to(self.bank.usable.device)
+            self.bank.positives = table
 
     def end_update(self) -> None:
         """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""
@@ -284,8 +282,6 @@ class BankedInfoNCE(nn.Module):
         share a bank call it together, each with texts of its own (S may differ, and be 0): the probe is all of them.
         """
         check_embeddings(queries, passages, may_be_empty=self._shared)
-        if self.bank_size == 0:
-            return
         fresh = [queries.detach(), passages.detach()]
         if self._shared:
             fresh, *_ = gather_batch(fresh, (None, None, None), NO_ID)
@@ -293,9 +289,11 @@ class BankedInfoNCE(nn.Module):
         if self.similarity == "cos":
             fresh = [normalize(x, dim=-1) for x in fresh]
         bank = self._prepare_bank(queries.shape[1], 0, fresh[0])
+        if bank is None:
+            return
         if self.probe is None:
-            self.probe = DriftProbe(*fresh[0].shape, fresh[0].dtype, fresh[0].device, self.bank_size)
-        shift = self.probe.observe(*fresh, bank.updates, bank.pairs)
+            self.probe = DriftProbe(fresh[0].shape, self.bank_size, fresh[0].dtype, fresh[0].device)
+        shift = self.probe.observe(fresh[0], fresh[1], bank.updates, bank.pairs)
         if self.passage_mean is not None and self.query_mean is not None:
             self.query_mean.mean += shift[0]
             self.passage_mean.mean += shift[1]
@@ -338,11 +336,10 @@ class BankedInfoNCE(nn.Module):
             self._make_bank(dim, negatives, self.bank_dtype or like.dtype, like.dtype, like.device)
         if self.bank is None:
             return None
-        if self.bank.usable.device != like.device:
+        if self.bank.absent.device != like.device:
             self.to(like.device)  # the model moved, or a state was loaded elsewhere
         self.bank.check_size(dim)
-        if negatives > self.bank.hard_negatives:
-            self.bank.grow_hard_negatives(negatives)
+        self.bank.grow_hard_negatives(negatives)
         return self.bank
 
     def _make_bank(
@@ -351,37 +348,31 @@ class BankedInfoNCE(nn.Module):
         self.bank = MemoryBank(
             self.bank_size, dim, negatives, dtype, self.query_bank_size, device, self.temperature, score_dtype
         )
-        self.bank.positives = None if self.positives is None else self.positives.to(device)
+        self.bank.positives = self.positives
         if self.drift_compensation in MOVES_ENTRIES:
             self.passage_mean = RunningMean(dim, dtype=score_dtype, device=device)
             self.query_mean = RunningMean(dim, dtype=score_dtype, device=device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
-        columns = state_dict.get(prefix + "bank.columns")
-        if prefix + "bank.passages" in state_dict:
+        state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        if "bank.passages" in state:
             raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
-        if columns is not None:
-            compensated = prefix + "passage_mean.mean" in state_dict
-            if compensated != (self.drift_compensation in MOVES_ENTRIES):
+        if "bank.columns" in state:
+            columns, size = state["bank.columns"], int(state["bank._extra_state"][0])
+            queries, moves = len(state["bank.queries"]) > 0, "passage_mean.mean" in state
+            wanted = self.bank_size, self.query_bank_size != 0, self.drift_compensation in MOVES_ENTRIES
+            if (size, queries, moves) != wanted:
                 raise ConfigError(
-                    f"this state was written {'with' if compensated else 'without'} compensation for drift, but this "
-                    f"loss has drift_compensation={self.drift_compensation!r} and would misread its bank. Use the same "
-                    "setting."
+                    f"this state holds a bank of {size} passages {'with' if queries else 'without'} their queries, "
+                    f"{'' if moves else 'not '}compensated for drift; this loss, with bank_size={self.bank_size}, "
+                    f"query_bank_size={self.query_bank_size} and drift_compensation={self.drift_compensation!r}, would "
+                    "misread it. Use the same settings"
                 )
-            size, queries = int(state_dict[prefix + "bank._extra_state"][0]), len(state_dict[prefix + "bank.queries"])
-            if size != self.bank_size or (queries == 0) != (self.query_bank_size == 0):
-                raise ConfigError(
-                    f"this state holds a bank of {size} passages and {size if queries else 'no'} queries, but this loss "
-                    f"has bank_size={self.bank_size} and query_bank_size={self.query_bank_size}. Use the same sizes."
-                )
-            device = columns.device if self.bank is None else self.bank.usable.device
-            score_dtype = state_dict[prefix + "bank.positive"].dtype
-            self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, score_dtype, device)
-            probe = state_dict.get(prefix + "probe.embeddings")
-            self.probe = None
-            if probe is not None:
-                self.probe = DriftProbe(probe.shape[2], probe.shape[3], probe.dtype, device, self.bank_size)
+            device = columns.device if self.bank is None else self.bank.absent.device
+            self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, state["bank.positive"].dtype, device)
+            probe = state.get("probe.embeddings")
+            self.probe = None if probe is None else DriftProbe(probe.shape[2:], self.bank_size, probe.dtype, device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -405,7 +396,7 @@ class _MicroStep(NamedTuple):
     rows_in_use: Tensor  # how many of them are
     share: Tensor | int  # what the sum of row losses is divided by
     loss: Tensor
-    means: list[tuple[Tensor, ...]]  # what the running means of passages and queries will be, if they follow
+    means: list[tuple[RunningMean, tuple[Tensor, ...]]]  # and what they will be, where they follow micro-batches
 
 
 class _HandOver(torch.autograd.Function):
@@ -430,24 +421,3 @@ def _without_mean(gradient: Tensor) -> Tensor:
     """
     flat = gradient.flatten(0, -2)
     return gradient - flat.mean(0) if len(flat) > 1 else gradient
-
-
-def check_settings(
-    bank_size: int,
-    query_bank_size: int | None,
-    temperature: float,
-    similarity: str,
-    normalize_by: str,
-    drift_compensation: str,
-) -> None:
-    """Refuse settings that cannot work, before anything is allocated.
-
-    Raises:
-        ConfigError: naming the setting, its value and the way out.
-    """
-    check_bank_sizes(bank_size, query_bank_size)
-    if not 0 < temperature < math.inf:
-        raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
-    check_choice("similarity", similarity, ("dot", "cos"))
-    check_choice("normalize_by", normalize_by, ("local", "all"))
-    check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)

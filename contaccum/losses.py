@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
-from contaccum.duplicates import PositivesTable, mix64
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
+from contaccum.pairs import PositivesTable, mix64
 from contaccum.text_probe import PAIRS_PER_PROBE, TextProbe
 
 # Keys of a state beside those of the banks: pairs at the last probe and whether an update has passed; before those of

@@ -12,68 +12,19 @@ Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m row
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from contaccum.duplicates import NO_ID, PositivesTable, hidden
 from contaccum.errors import ConfigError
+from contaccum.pairs import NO_ID, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
 
 PAIRS_PER_ORIGIN = 64
 """Pairs that share one note of where their tower's mean was, at most."""
 
 _PRODUCT_ROWS = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
-
-
-class Pairs(NamedTuple):
-    """A micro-batch as rows and columns of the similarity matrix."""
-
-    queries: Tensor  # (n, d)
-    columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
-    ids: Tensor  # int64 (2, n, 1 + h): of the query that a passage came with (NO_ID at hard negatives), and its own
-    named: bool  # False: no ids came, so that nothing of these pairs is masked
-
-    @classmethod
-    def of(
-        cls,
-        queries: Tensor,
-        columns: Tensor,
-        query_ids: Tensor | None,
-        passage_ids: Tensor | None,
-        negative_ids: Tensor | None,
-    ) -> Pairs:
-        """Pairs whose ids, int64 (n,), (n,) and (n, h), may be missing."""
-        ids = torch.full((2, *columns.shape[:2]), NO_ID, device=columns.device)
-        given = [(ids[0, :, 0], query_ids), (ids[1, :, 0], passage_ids), (ids[1, :, 1:], negative_ids)]
-        for place, value in given:
-            if value is not None:
-                place.copy_(value)
-        return cls(queries, columns, ids, any(value is not None for _, value in given))
-
-    def scores(self, temperature: float, positives: PositivesTable | None = None) -> Scores:
-        """All scores of a micro-batch where there is no bank."""
-        n, width, d = self.columns.shape
-        own = (self.queries / temperature) @ self.columns.reshape(-1, d).T
-        positive = own.view(n, n, width)[:, :, 0].diagonal()
-        if self.named:
-            mask = hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)
-            mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
-            own = own.masked_fill(mask, _low(own.dtype))
-        none = own.new_zeros(n, 0)
-        return Scores(own.view(n, n, width), positive, none, none, own.new_zeros(n, width, 0), own.new_zeros(0))
-
-
-class Scores(NamedTuple):
-    """Similarities over the temperature, masked ones vanishingly low; differentiable with respect to the pairs."""
-
-    own: Tensor  # (n, n, 1 + h) local queries against local columns
-    positive: Tensor  # (n,) of each local query and its passage
-    of_columns: Tensor  # (n, m (1 + h)) local queries against the bank's columns
-    by_block: Tensor  # (n, blocks) their logsumexp over each block
-    of_rows: Tensor  # (n, 1 + h, m) banked queries against local columns
-    on_rows: Tensor  # (m,) their logsumexp over all local columns
 
 
 class MemoryBank(nn.Module):
@@ -135,7 +86,7 @@ class MemoryBank(nn.Module):
         self.slots, width = blocks * self.block, 1 + hard_negatives
         rows = 0 if query_bank_size == 0 else self.slots
         scores = score_dtype or torch.promote_types(dtype, torch.float32)
-        self.low = _low(scores)
+        self.low = low(scores)
 
         def buffer(name: str, value: float, *shape: int, dtype: torch.dtype = scores) -> None:
             self.register_buffer(name, torch.full(shape, value, dtype=dtype, device=device))
@@ -252,8 +203,9 @@ class MemoryBank(nn.Module):
         )
 
     def greatest(self, pairs: Pairs) -> Tensor:
-        """Scalar: the largest magnitude among the embeddings in the bank's dtype, not finite where one of them is not."""
-        return sum(x.detach().to(self.columns.dtype).abs().amax().to(x.dtype) for x in (pairs.queries, pairs.columns))
+        """Scalar: the largest magnitudes of the embeddings in the bank's dtype; not finite where one of them is not."""
+        queries, columns = (x.detach().to(self.columns.dtype).abs().amax() for x in (pairs.queries, pairs.columns))
+        return queries.to(self.positive.dtype) + columns
 
     @torch.no_grad()
     def append(self, pairs: Pairs, scores: Scores, finite: Tensor, origin: Tensor | None = None) -> None:
@@ -357,7 +309,7 @@ class MemoryBank(nn.Module):
         self._update_began = self.pairs
 
     def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Entries in use ``ages`` updates old, up to the next of the ages, and the sums of their (m,) values: (a,) both."""
+        """Entries in use that are ``ages`` updates old, up to the next age, and the sums of their (m,) values: (a,)."""
         ends = [self.pairs if age == 0 else [self.first, *self._update_ends][-min(age, self.age + 1)] for age in ages]
         counts, sums = values.new_zeros(len(ages)), values.new_zeros(len(ages))
         for i, (begin, end) in enumerate(zip([*ends[1:], self.first], ends, strict=True)):
@@ -376,11 +328,7 @@ class MemoryBank(nn.Module):
             self.absent = nn.functional.pad(self.absent, (0, more), value=self.low)
 
     def check_size(self, dim: int) -> None:
-        """Refuse embeddings of another size than d.
-
-        Raises:
-            ValueError: naming both sizes.
-        """
+        """Refuse embeddings of another size than d, by a ValueError."""
         if dim != self.dim:
             raise ValueError(
                 f"embeddings of size {dim} do not fit the bank of size {self.dim}: a bank belongs to one encoder. Make "
@@ -413,7 +361,7 @@ class _Product(torch.autograd.Function):
         parts = [y.split(_PRODUCT_ROWS, dim=-1) for y in (stored.T, absent.expand(len(stored)), scores)]
         for part, bias, place in zip(*parts, strict=True):
             torch.addmm(bias, x, part.to(x.dtype), out=place)
-        return scores if mask is None else scores.masked_fill_(mask, _low(x.dtype))
+        return scores if mask is None else scores.masked_fill_(mask, low(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -424,11 +372,6 @@ class _Product(torch.autograd.Function):
         if ctx.moved is not None:
             total.addmm_(weights.view(len(weights), len(ctx.moved), -1).sum(2), ctx.moved)
         return total, None, None, None, None
-
-
-def _low(dtype: torch.dtype) -> float:
-    """The score of what is masked: no softmax sees it, and unlike -inf it makes no NaN where everything is masked."""
-    return torch.finfo(dtype).min / 4
 
 
 def _ring(begin: int, end: int, size: int) -> list[slice]:
@@ -450,38 +393,3 @@ def check_bank_sizes(bank_size: int, query_bank_size: int | None, least: int = 0
         raise ConfigError(
             f"query_bank_size must be 0 (no query bank) or that of the passages, {bank_size}, got {query_bank_size!r}"
         )
-
-
-def check_embeddings(
-    queries: Tensor,
-    passages: Tensor,
-    negatives: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    passage_ids: Tensor | None = None,
-    negative_ids: Tensor | None = None,
-    may_be_empty: bool = False,
-) -> None:
-    """Refuse a micro-batch whose shapes do not agree: (n, d), (n, d), (n, h, d), int64 (n,), (n,), (n, h).
-
-    Raises:
-        ValueError: naming the argument, its shape and the shape it should have.
-    """
-    if queries.ndim != 2 or queries.shape != passages.shape:
-        shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
-        raise ValueError(
-            f"queries and passages must have the same shape (n, d), a positive for each query, got {shapes}"
-        )
-    n, d = queries.shape
-    if n == 0 and not may_be_empty:
-        raise ValueError("the micro-batch is empty")
-    if negatives is not None and (negatives.ndim != 3 or (negatives.shape[0], negatives.shape[2]) != (n, d)):
-        raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")
-    if negative_ids is not None and negatives is None:
-        raise ValueError("negative_ids came without negatives")
-    h = 0 if negatives is None else negatives.shape[1]
-    ids = {"query_ids": (query_ids, (n,)), "passage_ids": (passage_ids, (n,)), "negative_ids": (negative_ids, (n, h))}
-    for name, (value, shape) in ids.items():
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
-        if value is not None and value.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name} must be int64, got {value.dtype}")

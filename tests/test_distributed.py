@@ -5,8 +5,7 @@ A spawn of processes costs seconds, so each runs many cases and leaves its resul
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,30 +15,19 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
-from contaccum.errors import ConfigError
 
 D = 6
 SETTINGS: dict[str, dict[str, Any]] = {
     "in_batch": {"bank_size": 0},
     "contaccum": {"bank_size": 17, "similarity": "cos", "temperature": 0.1},
     "contaccum_as_published": {"bank_size": 17, "drift_compensation": "none", "normalize_by": "all"},
-    "unequal_banks": {"bank_size": 17, "query_bank_size": 6, "drift_compensation": "mean"},
+    "blocks": {"bank_size": 70, "drift_compensation": "mean"},
     "no_masks": {"bank_size": 9, "mask_duplicates": False, "drift_compensation": "fresh"},
     "pre_batch": {"bank_size": 17, "query_bank_size": 0},
 }
 
 
-class Case(NamedTuple):
-    settings: str
-    h: int
-    sharded: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.settings}-{self.h}-{'sharded' if self.sharded else 'whole'}"
-
-
-CASES = [Case(name, h, sharded) for name in SETTINGS for h in (0, 2) for sharded in (False, True)]
+CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
 
 
 def sizes(world: int) -> list[list[int]]:
@@ -70,19 +58,20 @@ def micro_batch(step: int, rank: int, n: int, h: int) -> tuple[list[torch.Tensor
     return inputs, ids
 
 
-def run_steps(case: Case, ranks: list[int], world: int, **more: Any) -> dict[str, Any]:
+def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) -> dict[str, Any]:
     """Two updates of three micro-steps each, with a probe of the encoder between them: gradients, losses and bank."""
-    loss_fn = BankedInfoNCE(**SETTINGS[case.settings], **more)
+    settings, h = case
+    loss_fn = BankedInfoNCE(**SETTINGS[settings], **more)
     towers: Any = Towers()
     model = DistributedDataParallel(towers) if dist.is_initialized() else towers
     probe = [micro_batch(99, rank, 2, 0)[0] for rank in ranks]
     texts = [torch.cat(column) for column in zip(*probe, strict=True)]
     gradients, losses, told = [], [], []
     for step, counts in enumerate(sizes(world)):
-        if step in (0, 3) and SETTINGS[case.settings].get("drift_compensation") != "mean":
+        if step in (0, 3) and SETTINGS[settings].get("drift_compensation") != "mean":
             with torch.no_grad():
                 loss_fn.observe_probe(*towers(texts))
-        parts = [micro_batch(step, rank, counts[rank], case.h) for rank in ranks]
+        parts = [micro_batch(step, rank, counts[rank], h) for rank in ranks]
         inputs = [torch.cat(column) for column in zip(*(part[0] for part in parts), strict=True)]
         ids = [torch.cat(column) for column in zip(*(part[1] for part in parts), strict=True)]
         names = ("query_ids", "passage_ids", "negative_ids")
@@ -98,14 +87,12 @@ def run_steps(case: Case, ranks: list[int], world: int, **more: Any) -> dict[str
                     p.grad = None
             loss_fn.end_update()
     gradients.append(torch.stack([p.grad for p in towers.parameters()]))
-    stored = 0 if loss_fn.bank is None else loss_fn.bank.passages.numel()
-    state = {key: value.clone() for key, value in loss_fn.gathered_state_dict().items()}
+    state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
     return {
         "gradients": gradients,
         "losses": losses,
         "told": told,
         "state": state,
-        "stored": stored,
         "drift": loss_fn.drift_record(),
     }
 
@@ -113,51 +100,22 @@ def run_steps(case: Case, ranks: list[int], world: int, **more: Any) -> dict[str
 def worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    results: dict[str, Any] = {}
-    for case in CASES:
-        results[case.name] = run_steps(case, [rank], world, gather_across_devices=True, shard_bank=case.sharded)
-    results["refusals"] = refusals(rank, world)
-    results["reloaded"] = reload_in_other_layouts(rank, results)
+    results: dict[Any, Any] = {case: run_steps(case, [rank], world, gather_across_devices=True) for case in CASES}
+    results["refusals"] = refusals(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def refusals(rank: int, world: int) -> dict[str, str]:
+def refusals(rank: int) -> dict[str, str]:
     """What every rank says when one of them brings something that fits nowhere."""
     said = {}
-    for name in ("nan", "hard negatives", "empty"):
+    for name in ("hard negatives", "empty"):
         inputs, _ = micro_batch(0, rank, 0 if name == "empty" else 2, 1 + (rank == 1 and name == "hard negatives"))
-        if name == "nan" and rank == world - 1:
-            inputs[0][0, 0] = torch.nan
         try:
             BankedInfoNCE(bank_size=4, gather_across_devices=True)(*inputs)
         except ValueError as error:
             said[name] = str(error)
     return said
-
-
-def reload_in_other_layouts(rank: int, results: dict[str, Any]) -> dict[str, Any]:
-    """A loss, and its gradient, after a whole bank's state was loaded into a sharded bank, and the other way round."""
-    found: dict[str, Any] = {}
-    settings = SETTINGS["contaccum"]
-    for name, into_sharded in (("whole", True), ("sharded", False), ("sharded", True)):
-        loss_fn = BankedInfoNCE(**settings, gather_across_devices=True, shard_bank=into_sharded)
-        loss_fn.load_state_dict(results[f"contaccum-2-{name}"]["state"])
-        inputs, ids = micro_batch(7, rank, 2, 2)
-        leaves = [x.requires_grad_() for x in inputs]
-        loss = loss_fn(*leaves, *ids)
-        loss.backward()
-        found[f"{name} into {'sharded' if into_sharded else 'whole'}"] = (loss.item(), leaves[1].grad)
-        if into_sharded:
-            own = loss_fn.state_dict()
-            loss_fn.load_state_dict(own)
-            for other in (
-                BankedInfoNCE(**settings, gather_across_devices=True),
-                BankedInfoNCE(**{**settings, "bank_size": 18}, gather_across_devices=True, shard_bank=True),
-            ):
-                with pytest.raises(ConfigError, match="this state is"):
-                    other.load_state_dict(own)
-    return found
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
@@ -168,11 +126,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ranks_equal_one_process_that_sees_their_micro_batches(case: Case, ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_equal_one_process_that_sees_their_micro_batches(
+    case: tuple[str, int], ranks: list[dict[str, Any]]
+) -> None:
     world = len(ranks)
     alone = run_steps(case, list(range(world)), world)
-    for result in (rank[case.name] for rank in ranks):
+    for result in (rank[case] for rank in ranks):
         assert result["losses"] == pytest.approx(alone["losses"], abs=1e-10)
         for ours, theirs in zip(result["gradients"], alone["gradients"], strict=True):
             assert theirs.abs().max() > 1e-3
@@ -182,18 +142,16 @@ def test_ranks_equal_one_process_that_sees_their_micro_batches(case: Case, ranks
         assert result["drift"] == pytest.approx(alone["drift"], rel=1e-9, abs=1e-9)
         assert result["state"].keys() == alone["state"].keys()
         for key, value in alone["state"].items():
-            if key.startswith("log_sums.") and not key.endswith("positive"):
-                continue  # how a sum is split into reference and total depends on the way there
             assert torch.allclose(result["state"][key].double(), value.double(), atol=1e-10), key
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_all_ranks_hold_the_same_bank_to_the_bit(case: Case, ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_ranks_hold_the_same_bank_to_the_bit(case: tuple[str, int], ranks: list[dict[str, Any]]) -> None:
     for other in ranks[1:]:
-        for key, value in ranks[0][case.name]["state"].items():
-            assert torch.equal(value, other[case.name]["state"][key]), key
-        assert other[case.name]["losses"] == ranks[0][case.name]["losses"]
+        for key, value in ranks[0][case]["state"].items():
+            assert torch.equal(value, other[case]["state"][key]), key
+        assert other[case]["losses"] == ranks[0][case]["losses"]
 
 
 @pytest.mark.slow
@@ -201,7 +159,7 @@ def test_gradients_are_not_scaled_by_one_over_ranks(ranks: list[dict[str, Any]])
     """Averaging over ranks divides by their number, and every rank's loss is that of the whole batch already."""
     world = len(ranks)
     alone = run_steps(CASES[0], list(range(world)), world)
-    ratio = ranks[0][CASES[0].name]["gradients"][0].norm() / alone["gradients"][0].norm()
+    ratio = ranks[0][CASES[0]]["gradients"][0].norm() / alone["gradients"][0].norm()
     assert ratio.item() == pytest.approx(1.0, abs=1e-10)
 
 
@@ -218,32 +176,12 @@ def test_queries_of_rank_1_are_not_trained_towards_hard_negatives_of_rank_0(rank
     mistaken = cross_entropy(q @ torch.cat(blocks).T, torch.arange(n * world)).item()
     assert abs(mistaken - expected) > 0.1
     for rank in ranks:
-        assert rank["no_masks-2-whole"]["losses"][0] == pytest.approx(expected, abs=1e-10)
-
-
-@pytest.mark.slow
-def test_a_sharded_bank_takes_a_rank_its_share_of_the_memory(ranks: list[dict[str, Any]]) -> None:
-    world = len(ranks)
-    for name in ("contaccum", "pre_batch"):
-        whole = ranks[0][Case(name, 0, False).name]["stored"]
-        shares = [rank[Case(name, 0, True).name]["stored"] for rank in ranks]
-        assert sum(shares) == whole == 17 * D
-        assert max(shares) == -(-17 // world) * D
-
-
-@pytest.mark.slow
-def test_a_state_is_loaded_in_either_layout(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        losses = [loss for loss, _ in rank["reloaded"].values()]
-        gradients = [gradient for _, gradient in rank["reloaded"].values()]
-        assert losses == pytest.approx([losses[0]] * 3, abs=1e-10)
-        assert all((gradient - gradients[0]).abs().max() < 1e-10 for gradient in gradients)
+        assert rank["no_masks", 2]["losses"][0] == pytest.approx(expected, abs=1e-10)
 
 
 @pytest.mark.slow
 def test_what_one_rank_cannot_use_stops_all_of_them(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "NaN" in rank["refusals"]["nan"]
         assert "differ in hard negatives per query: 1, 2" in rank["refusals"]["hard negatives"]
         assert "empty on every rank" in rank["refusals"]["empty"]
 
@@ -252,10 +190,3 @@ def test_gathering_alone_changes_nothing() -> None:
     inputs, _ = micro_batch(0, 0, 4, 0)
     loss = BankedInfoNCE(bank_size=0, gather_across_devices=True)(*inputs)
     assert loss.item() == pytest.approx(cross_entropy(inputs[0] @ inputs[1].T, torch.arange(4)).item())
-
-
-def test_a_bank_that_is_not_shared_cannot_be_sharded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gather_across_devices"):
-        BankedInfoNCE(shard_bank=True)
-    with pytest.raises(ConfigError, match="bank_device"):
-        BankedInfoNCE(shard_bank=True, gather_across_devices=True, bank_device="cpu")

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
-from contaccum.duplicates import PositivesTable
 from contaccum.errors import ConfigError
+from contaccum.pairs import PositivesTable
 
 SIMILARITIES = ["dot", "cos"]
 

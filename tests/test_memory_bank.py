@@ -1,90 +1,73 @@
-"""MemoryBank against a Python list."""
+"""MemoryBank against a Python list, and its sums against those of the dense block."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from contaccum import MemoryBank
-from contaccum.memory_bank import NO_ID, RETIRED_AT_ONCE
+from contaccum.errors import ConfigError
+from contaccum.memory_bank import NO_ID
 
 
-def rows(n: int, start: int, d: int = 3) -> torch.Tensor:
+def rows(n: int, start: int, d: int = 3) -> Tensor:
     return (start + torch.arange(n, dtype=torch.float32))[:, None].expand(n, d)
 
 
-@pytest.mark.parametrize("bank_size", [1, 5, 8])
-@pytest.mark.parametrize("sizes", [[2, 2, 2, 2, 2], [3, 1, 4, 1, 5], [9, 2], [1] * 20])
-def test_bank_keeps_the_last_rows_in_slots_that_wrap(bank_size: int, sizes: list[int]) -> None:
-    bank = MemoryBank(bank_size, 3)
-    kept: list[int] = []
+def in_use(bank: MemoryBank) -> Tensor:
+    """Slots of the pairs in use, oldest first."""
+    return torch.arange(bank.first, bank.pairs) % bank.slots
+
+
+@pytest.mark.parametrize("bank_size", [1, 5, 8, 100])
+@pytest.mark.parametrize("sizes", [[2, 2, 2, 2, 2], [3, 1, 4, 1, 5], [9, 2], [1] * 20, [150, 30, 30, 77]])
+def test_bank_keeps_the_last_pairs_in_slots_that_wrap(bank_size: int, sizes: list[int]) -> None:
+    bank, seen = MemoryBank(bank_size, 3), 0
     for n in sizes:
-        start = kept[-1] + 1 if kept else 0
-        ids = torch.arange(start, start + n)
-        bank.enqueue(rows(n, start), rows(n, start) + 0.5, query_ids=ids, passage_ids=ids + 100)
-        kept += range(start, start + n)
-        entries = bank.entries()
-        assert sorted(entries.query_ids.tolist()) == kept[-bank_size:]
-        assert len(bank) == bank.fill == min(len(kept), bank_size)
-        assert bank.pointer == len(kept) % bank_size
-        # Aligned: whatever slot a pair is in, its parts are together.
-        assert torch.equal(entries.queries[:, 0], entries.query_ids.float())
-        assert torch.equal(entries.passages, entries.queries + 0.5)
-        assert torch.equal(entries.passage_ids, entries.query_ids + 100)
-
-
-@pytest.mark.parametrize("query_bank_size", [10, 6])
-def test_entries_past_the_limit_retire_but_never_those_of_the_present_update(query_bank_size: int) -> None:
-    """Against a list of the pairs in use."""
-    bank = MemoryBank(10, 3, query_bank_size=query_bank_size)
-    in_use: list[int] = []
-    seen = began = limit = 0
-    limit = 10
-    for step in range(200):
-        n = 1 + step * 7 % 4
-        if step % 6 == 5:
-            bank.end_update()
-            began = seen
-        if step % 9 == 8:
-            limit = bank.limit = [10, 3, 0, 7][step // 9 % 4]
-        expected = [t for t in [*in_use, *range(seen, seen + n)] if t >= seen + n - 10]
-        expected = [t for t in expected if t >= min(seen + n - limit, began)]
-        slots, leaving, _ = bank.next_slots(n)
-        gone = sorted(bank.query_ids[leaving].tolist())
-        assert gone == sorted(set(in_use) - set(expected))
-        assert slots.tolist() == [t % 10 for t in range(seen, seen + n)]
         ids = torch.arange(seen, seen + n)
-        bank.enqueue(rows(n, seen), rows(n, seen), query_ids=ids, passage_ids=ids)
-        in_use, seen = expected, seen + n
-        entries = bank.entries()
-        assert sorted(entries.query_ids[entries.usable].tolist()) == in_use
-        assert bank.in_use == len(in_use)
-        used_rows = entries.usable[entries.positives]
-        assert bank.queries_in_use == used_rows.sum()
-        assert torch.equal(entries.queries[:, 0], entries.query_ids[entries.positives].float())
-        again = MemoryBank(10, 3, query_bank_size=query_bank_size)
-        again.load_state_dict(bank.state_dict())
-        assert [x.tolist() for x in again.next_slots(3)] == [x.tolist() for x in bank.next_slots(3)]
+        bank.enqueue(rows(n, seen), rows(n, seen) + 0.5, query_ids=ids, passage_ids=ids + 1000)
+        seen += n
+        slots = in_use(bank)
+        assert bank.block == (1 if bank_size < 64 else 2)
+        assert min(seen, bank_size - bank.block + 1) <= bank.in_use <= min(seen, bank_size)
+        assert bank.ids[0, slots, 0].tolist() == list(range(seen - bank.in_use, seen))
+        assert int(bank.usable.sum()) == bank.in_use
+        # Aligned: whatever slot a pair is in, its parts are together.
+        assert torch.equal(bank.queries[slots][:, 0], bank.ids[0, slots, 0].float())
+        assert torch.equal(bank.passages[slots], bank.queries[slots] + 0.5)
+        assert torch.equal(bank.ids[1, slots], bank.ids[0, slots] + 1000)
 
 
-def test_a_limit_that_falls_retires_a_few_entries_at_a_time() -> None:
-    bank = MemoryBank(1000, 3)
-    bank.enqueue(rows(1000, 0), rows(1000, 0))
-    bank.end_update()
-    bank.limit = 100
-    sizes = []
-    for start in range(1000, 1200, 8):
-        bank.enqueue(rows(8, start), rows(8, start))
-        bank.encoder_moved()
-        sizes.append(bank.in_use)
-    assert sizes[:2] == [1000 - RETIRED_AT_ONCE, 1000 - 2 * RETIRED_AT_ONCE] and sizes[-1] == 100
+@pytest.mark.parametrize("bank_size", [7, 90, 300])
+def test_sums_are_those_of_the_dense_block_without_a_loss(bank_size: int) -> None:
+    bank = MemoryBank(bank_size, 4, hard_negatives=1, dtype=torch.float64, temperature=0.5)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(60):
+        n, h = 1 + step * 5 % 13, step % 2
+        shapes = [(n, 4), (n, 4), (n, h, 4)][: 2 + h]
+        inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        bank.enqueue(*inputs)
+        if step == 30:
+            bank.retire_all()
+        slots = in_use(bank)
+        scores = bank.queries[slots] @ bank.columns[slots].flatten(0, 1).T / 0.5
+        exact = scores.masked_fill(~bank.usable[slots].flatten(), -torch.inf).logsumexp(1)
+        assert torch.allclose(bank.log_sum[slots], exact, rtol=1e-13, atol=0)
+        own = (bank.queries[slots] * bank.passages[slots]).sum(1) / 0.5
+        assert torch.allclose(bank.positive[slots], own, rtol=1e-12, atol=1e-13)
 
 
-def test_age_counts_micro_steps() -> None:
-    bank = MemoryBank(5, 3)
+def test_pairs_count_from_the_update_that_they_came_in() -> None:
+    bank = MemoryBank(6, 3)
     for start in (0, 2, 4, 6):
         bank.enqueue(rows(2, start), rows(2, start))
-    assert sorted(bank.ages().tolist()) == [1, 1, 2, 2, 3]
+        bank.end_update()
+    assert (bank.updates, bank.age, bank.in_use, bank.aged) == (4, 3, 6, True)
+    values = torch.zeros(6)
+    values[in_use(bank)] = torch.tensor([1.0, 2, 3, 4, 5, 6])  # entries 3, 3, 2, 2, 1, 1 updates old
+    counts, sums = bank.sums_by_age(values, (0, 1, 3))
+    assert (counts.tolist(), sums.tolist()) == ([0, 4, 2], [0, 18, 3])
 
 
 def test_entries_are_detached_and_copied() -> None:
@@ -92,84 +75,62 @@ def test_entries_are_detached_and_copied() -> None:
     queries = torch.ones(2, 3, requires_grad=True)
     bank.enqueue(queries * 2, queries * 3)
     queries.data.zero_()
-    entries = bank.entries()
-    assert not entries.queries.requires_grad
-    assert torch.equal(entries.queries, torch.full((2, 3), 2.0))
+    assert not bank.queries.requires_grad and not bank.log_sums.requires_grad
+    assert torch.equal(bank.queries[:2], torch.full((2, 3), 2.0))
 
 
-def test_missing_ids_and_negatives_are_marked() -> None:
-    bank = MemoryBank(4, 3, hard_negatives=2)
-    negatives = torch.ones(1, 1, 3)
-    bank.enqueue(rows(1, 0), rows(1, 0))
-    bank.enqueue(rows(1, 1), rows(1, 1), negatives, negative_ids=torch.tensor([[7]]))
-    entries = bank.entries()
-    assert entries.query_ids.tolist() == entries.passage_ids.tolist() == [NO_ID, NO_ID]
-    assert entries.negative_counts.tolist() == [0, 1]
-    assert entries.negative_ids.tolist() == [[NO_ID, NO_ID], [7, NO_ID]]
-
-
-def test_a_slot_used_again_forgets_its_old_ids() -> None:
-    bank = MemoryBank(1, 3, hard_negatives=1)
-    one = torch.tensor([1])
-    bank.enqueue(rows(1, 0), rows(1, 0), torch.ones(1, 1, 3), one, one, one[None])
+def test_missing_ids_and_negatives_are_marked_and_a_slot_used_again_forgets_its_old_ones() -> None:
+    bank, one = MemoryBank(2, 3, hard_negatives=2), torch.tensor([1])
+    bank.enqueue(rows(1, 0), rows(1, 0), torch.ones(1, 1, 3), one, one, torch.tensor([[7]]))
     bank.enqueue(rows(1, 1), rows(1, 1))
-    entries = bank.entries()
-    assert entries.query_ids.item() == entries.passage_ids.item() == entries.negative_ids.item() == NO_ID
-    assert entries.negative_counts.item() == 0
+    assert bank.ids[1].tolist() == [[1, 7, NO_ID], [NO_ID] * 3]
+    assert bank.usable.tolist() == [[True, True, False], [True, False, False]]
+    bank.enqueue(rows(1, 2), rows(1, 2))
+    assert bank.ids[:, 0].tolist() == [[NO_ID] * 3] * 2
+    assert bank.usable[0].tolist() == [True, False, False]
 
 
-def test_state_dict_restores_pointer_and_fill() -> None:
-    bank, copy = MemoryBank(5, 3, hard_negatives=1), MemoryBank(5, 3, hard_negatives=1)
-    for start in (0, 3, 6):
-        bank.enqueue(rows(3, start), rows(3, start))
+def test_the_state_is_whole() -> None:
+    bank, copy = (MemoryBank(70, 3, hard_negatives=1) for _ in range(2))
+    for step in range(30):
+        bank.enqueue(rows(5, step), rows(5, step) / 9, rows(5, step)[:, None])
+        if step % 4 == 3:
+            bank.end_update()
+            bank.limit = 50
     copy.load_state_dict(bank.state_dict())
-    assert (copy.pointer, copy.fill) == (bank.pointer, bank.fill) == (4, 5)
     for each in (bank, copy):
-        each.enqueue(rows(2, 9), rows(2, 9))
+        each.enqueue(rows(9, 9), rows(9, 9))
+        each.end_update()
+        each.enqueue(rows(30, 9), rows(30, 9))
     for a, b in zip(bank.state_dict().values(), copy.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+    assert (copy.first, copy.age, copy.limit) == (bank.first, bank.age, 50)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_storage_dtype(dtype: torch.dtype) -> None:
+def test_storage_dtype_and_that_of_sums(dtype: torch.dtype) -> None:
     bank = MemoryBank(2, 3, dtype=dtype)
     bank.enqueue(rows(1, 1), rows(1, 2))
-    assert bank.passages.dtype == dtype
-    assert bank.entries().passages.float().tolist() == [[2.0] * 3]
-
-
-def test_empty_bank_accepts_and_keeps_nothing() -> None:
-    bank = MemoryBank(0, 3)
-    bank.enqueue(rows(2, 0), rows(2, 0))
-    assert len(bank) == 0
-    assert bank.entries().passages.shape == (0, 3)
-
-
-def test_reset_empties() -> None:
-    bank = MemoryBank(3, 3)
-    bank.enqueue(rows(2, 0), rows(2, 0))
-    bank.reset()
-    assert (bank.fill, bank.pointer, int(bank.enqueued)) == (0, 0, 0)
+    assert bank.passages.dtype == bank.queries.dtype == dtype
+    assert bank.log_sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert bank.passages[0].float().tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_are_refused_and_nothing_stored(bad: float) -> None:
-    bank = MemoryBank(4, 3)
-    passages = rows(2, 0).clone()
+def test_values_that_are_not_finite_are_never_used(bad: float) -> None:
+    bank, passages = MemoryBank(4, 3), rows(2, 0).clone()
     passages[1, 1] = bad
-    with pytest.raises(ValueError, match="passages hold NaN or infinite"):
-        bank.enqueue(rows(2, 0), passages)
-    assert bank.fill == 0
+    bank.enqueue(rows(2, 0), passages)
+    assert not bank.usable.any()
+    assert all(torch.isfinite(x).all() for x in (bank.columns, bank.queries, bank.log_sums, bank.positive))
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    bank = MemoryBank(4, 3, hard_negatives=1)
+    bank = MemoryBank(4, 3)
     with pytest.raises(ValueError, match="size 5"):
         bank.enqueue(rows(2, 0, 5), rows(2, 0, 5))
-    with pytest.raises(ValueError, match="2 hard negatives"):
-        bank.enqueue(rows(2, 0), rows(2, 0), torch.zeros(2, 2, 3))
-    with pytest.raises(ValueError, match="needs the passage"):
-        MemoryBank(4, 3, query_bank_size=5)
-    with pytest.raises(ValueError, match="bank_size"):
+    with pytest.raises(ConfigError, match="query_bank_size must be 0"):
+        MemoryBank(4, 3, query_bank_size=2)
+    with pytest.raises(ConfigError, match="bank_size"):
         MemoryBank(-1, 3)
     assert bank.fill == 0

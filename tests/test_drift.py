@@ -1,45 +1,22 @@
-"""Probes of drift: what they measure, what they mend, and that training is not disturbed by them."""
+"""Drift: what running means and probes measure, and what the loss makes of it."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from dense_reference import dense_loss
 from torch import Tensor, nn
 
-from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder
-from contaccum.drift import PAIRS_PER_FRAME, PROBES_KEPT, DriftProbe, QueryFrames, RunningMean
-from contaccum.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
-from contaccum.training.collapse import CollapseWatch
+from contaccum import BankedInfoNCE
+from contaccum.drift import PROBES, DriftProbe, RunningMean
 
 D = 6
 
 
 def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_push_moves_every_row_by_what_its_tower_moved_since_it_came_whatever_wraps() -> None:
-    rows = 4 * PAIRS_PER_FRAME
-    frames = QueryFrames(rows, D, torch.float64)
-    position = torch.zeros(D, dtype=torch.float64)
-    then = torch.zeros(rows, D, dtype=torch.float64)
-    for step in range(60):  # 16 pairs each: a frame every fourth call, and the table of 6 frames wraps often
-        pairs = 16 * (step + 1)
-        slots = torch.arange(pairs - 16, pairs) % rows
-        frames.enter(slots)
-        then[slots] = position
-        if pairs % PAIRS_PER_FRAME == 0:
-            shift = randn(D, seed=step)
-            frames.move(shift, pairs)
-            position = position + shift
-        weights = randn(min(pairs, rows), 3, seed=1000 + step)
-        expected = weights.T @ (position - then[: len(weights)])
-        assert (frames.push(weights) - expected).abs().max() < 1e-11
-    assert len(frames.origins) == rows // PAIRS_PER_FRAME + 2
 
 
 def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batch() -> None:
@@ -66,7 +43,7 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
 
 def test_a_moved_query_pushes_from_where_it_is_now() -> None:
     """Softmax weights are those of the stored scores; the push on passages is that of the moved query."""
-    n = PAIRS_PER_FRAME
+    n = 64
     old, fresh = [randn(n, D, seed=s) for s in (0, 1)], [randn(n, D, seed=s) for s in (2, 3)]
     probe, shift = (randn(4, D, seed=4), randn(4, D, seed=5)), randn(D, seed=6)
     loss_fn = BankedInfoNCE(bank_size=n, drift_compensation="mean")
@@ -84,25 +61,49 @@ def test_a_moved_query_pushes_from_where_it_is_now() -> None:
     assert not torch.allclose(moved[n:], torch.zeros(D, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("bank_size", "n"), [(64, 16), (256, 16), (4096, 64)])
+def test_a_banked_query_pushes_from_where_it_is_now_whatever_wraps(bank_size: int, n: int) -> None:
+    """Against a list of where the query tower was when each pair came, by a probe after every fourth micro-batch."""
+    loss_fn = BankedInfoNCE(bank_size=bank_size, drift_compensation="mean")
+    probe, position, then = randn(4, D, seed=1), torch.zeros(D), []
+    loss_fn.observe_probe(probe, probe)
+    steps = 3 * bank_size // (2 * n)
+    for step in range(steps):
+        if step % 4 == 0:
+            position = position + 0.3 * randn(D, seed=step)
+            loss_fn.observe_probe(probe + position, probe)
+        inputs = [randn(n, D, seed=1000 + 2 * step + i).requires_grad_() for i in range(2)]
+        if step % (steps // 3) == steps // 3 - 1:
+            bank, seen = loss_fn.bank, then[loss_fn.bank.first :]
+            slots = torch.arange(bank.first, bank.pairs) % bank.slots
+            exact = [x.detach().clone().requires_grad_() for x in inputs]
+            moved = torch.cat([torch.zeros(n, D), position - torch.stack(seen)])
+            rows, columns = [exact[0], bank.queries[slots]], [exact[1], bank.passages[slots]]
+            dense_loss(rows, columns, [*range(n + len(seen))], n, 1.0, "dot", moved=moved).backward()
+            loss_fn(*inputs).backward()
+            assert all((a.grad - b.grad).abs().max() < 1e-11 for a, b in zip(inputs, exact, strict=True))
+        else:
+            loss_fn(*inputs)
+        then += [position] * n
+
+
 def test_running_mean_of_single_embeddings_does_not_follow_each_of_them() -> None:
     """Or every banked passage would be moved onto the present one, and the bank would tell nothing apart."""
     mean = RunningMean(D, dtype=torch.float64)
     texts = randn(256, D, seed=0)
     for text in texts:
-        mean.observe(text[None])
+        mean.set(mean.after(text[None]), torch.tensor(True))
     assert (mean.mean - texts.mean(0)).norm() < 0.3
     assert mean.variance.item() == pytest.approx(D, rel=0.15)
 
 
 def test_probe_tells_shift_from_what_is_left() -> None:
-    probe = DriftProbe(8, D, torch.float64)
+    probe = DriftProbe((8, D), 1024, torch.float64)
     queries, passages = randn(8, D, seed=0), randn(8, D, seed=1)
     step = torch.full((D,), 0.5, dtype=torch.float64)
     noise = randn(8, D, seed=2) * 0.1
     for update in range(6):
-        shift = probe.observe(
-            queries, passages + update * step + (update == 5) * noise, torch.tensor(update), 64 * update
-        )
+        shift = probe.observe(queries, passages + update * step + (update == 5) * noise, update, 64 * update)
         assert shift[0].abs().max() < 1e-12
         expected = torch.zeros(D) if update == 0 else step + (noise.mean(0) if update == 5 else 0)
         assert (shift[1] - expected).abs().max() < 1e-12
@@ -117,21 +118,21 @@ def test_probe_tells_shift_from_what_is_left() -> None:
 
 
 def test_probes_are_kept_over_the_life_of_the_bank_and_the_latest_is_always_there() -> None:
-    life = 40 * PROBES_KEPT
-    probe = DriftProbe(2, D, torch.float64, life=100 * life)
+    life = 40 * PROBES
+    probe = DriftProbe((2, D), 100 * life, torch.float64)
     every = 1000
     assert probe.spacing > 3 * every
     for i in range(1000):
         position = torch.full((2, D), float(i), dtype=torch.float64)
-        shift = probe.observe(position, -position, torch.tensor(i), i * every)
+        shift = probe.observe(position, -position, i, i * every)
         assert shift.flatten().tolist() == ([1.0] * D + [-1.0] * D if i else [0.0] * 2 * D)
-        kept = probe._pairs
+        kept = probe.pairs
         gaps = [b - a for a, b in pairwise(kept)]
         assert kept[-1] == i * every and all(probe.spacing <= gap <= probe.spacing + every for gap in gaps[:-1])
         assert probe.embeddings[: len(kept), 0, 0, 0].tolist() == [pairs / every for pairs in kept]
         assert kept[0] == 0 or kept[-1] - kept[0] >= 100 * life
         if i == 499:
-            again = DriftProbe(2, D, torch.float64, life=100 * life)
+            again = DriftProbe((2, D), 100 * life, torch.float64)
             again.load_state_dict(probe.state_dict())
             probe = again
 
@@ -139,10 +140,10 @@ def test_probes_are_kept_over_the_life_of_the_bank_and_the_latest_is_always_ther
 def test_age_limit_is_where_the_residual_passes_the_bound() -> None:
     """Texts that move apart at a constant rate: the residual grows linearly with age, whatever the mean does."""
     passages, turn = randn(8, D, seed=1), 1e-4 * randn(8, D, seed=2)
-    probe = DriftProbe(8, D, torch.float64, life=2000)
+    probe = DriftProbe((8, D), 2000, torch.float64)
     for i in range(21):
         now = passages + i * turn + i
-        probe.observe(now, now, torch.tensor(i), 100 * i)
+        probe.observe(now, now, i, 100 * i)
     spread = (now - now.mean(0)).square().sum(1).mean().sqrt()
     rate = (turn - turn.mean(0)).square().sum(1).mean().sqrt() / spread / 100  # per pair
     residuals = probe.residuals()
@@ -209,6 +210,24 @@ def test_aged_entries_move_no_tower_as_a_whole_and_fresh_ones_leave_the_gradient
     assert query.grad.norm() > 1e-3 and passage.grad.norm() > 1e-3  # a mean over one would leave nothing
 
 
+@pytest.mark.parametrize(("bank_size", "scale"), [(100, 1), (640, 6)])
+def test_the_limit_retires_blocks_to_the_nearest_but_none_of_the_present_update(bank_size: int, scale: int) -> None:
+    loss_fn = BankedInfoNCE(bank_size, drift_compensation="none")
+    seen = began = 0
+    for step in range(200):
+        n, limit = scale * (1 + step * 7 % 15), [bank_size, bank_size // 3, 0, bank_size // 2][step // 25 % 4]
+        if step % 6 == 5 and loss_fn.bank is not None:
+            loss_fn.end_update()
+            loss_fn.bank.limit, began = limit, seen
+        loss_fn(randn(n, D, seed=2 * step), randn(n, D, seed=2 * step + 1))
+        seen, bank = seen + n, loss_fn.bank
+        assert min(seen - began, bank_size - bank.block) <= bank.in_use <= min(seen, bank_size)
+        oldest = max(min(bank.limit + bank.block / 2, bank_size), seen - began + bank.block)
+        assert bank.in_use <= oldest
+        assert int(bank.usable.sum()) == bank.in_use
+        assert loss_fn.last["bank_fill"] == bank.in_use
+
+
 def test_fresh_uses_what_the_present_encoder_made_and_nothing_else() -> None:
     n = 4
     loss_fn = BankedInfoNCE(bank_size=20, drift_compensation="fresh")
@@ -225,77 +244,6 @@ def test_fresh_uses_what_the_present_encoder_made_and_nothing_else() -> None:
         assert all((a.grad - b.grad).abs().max() < 1e-12 for a, b in zip(mine, exact, strict=True))
         assert loss_fn.last["columns"] == n * len(rows)
         made.append(inputs)
-
-
-@pytest.fixture
-def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
-    return DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer)
-
-
-def features_of(model: DualEncoder, n: int, seed: int) -> list[dict[str, Any]]:
-    ids = torch.randint(5, 60, (2, n, 7), generator=torch.Generator().manual_seed(seed))
-    return [
-        {"input_ids": ids[i], "attention_mask": torch.ones_like(ids[i]), "task": task}
-        for i, task in enumerate(("query", "document"))
-    ]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(
-    model: DualEncoder, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss_fn = ContAccumLoss(model, bank_size=256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    probed: list[int] = []
-    encode = TextProbe.encode
-
-    def counting(self: TextProbe, *args: Any) -> Any:
-        probed.append(step)
-        return encode(self, *args)
-
-    monkeypatch.setattr(TextProbe, "encode", counting)
-    model.train()
-    for step in range(40):  # 16 pairs each
-        loss_fn(features_of(model, 16, step)).backward()
-        if step % 2 == 1 and step != 23:
-            optimizer.step()
-        other.step()  # somebody else's
-        optimizer.zero_grad()
-    gap = PAIRS_PER_PROBE // 16
-    assert probed == [0, gap, 2 * gap, 3 * gap + 2, 4 * gap + 2]  # none was due at 24: nothing had stepped
-    assert loss_fn.info_nce.bank.updates == 18  # the last step has no micro-step after it yet
-    assert all(module.training for module in model.modules())
-
-
-def test_probing_draws_no_random_number_and_leaves_modes_as_they_were(model: DualEncoder) -> None:
-    model.train()
-    frozen = next(m for m in model.modules() if isinstance(m, nn.Dropout))
-    frozen.eval()  # someone's choice
-    modes = [module.training for module in model.modules()]
-    probe = TextProbe(features_of(model, 16, 0))
-    state = torch.get_rng_state()
-    first, second = probe.encode(model), probe.encode(model)
-    assert torch.equal(state, torch.get_rng_state())
-    assert modes == [module.training for module in model.modules()]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert first[0].shape == (PROBE_TEXTS, model.get_embedding_dimension())
-    again = TextProbe.from_state_dict(probe.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(first, again.encode(model), strict=True))
-    assert again.features[0]["task"] == "query"
-
-
-def test_collapse_is_said_once_within_a_few_updates_and_a_bad_start_is_not_one() -> None:
-    watch = CollapseWatch()
-    guess = 6.24  # log(512)
-    for update in range(50):  # a fresh encoder guesses; that is no collapse
-        assert watch.observe({"update": update, "loss": guess, "columns": 512, "embedding_spread": 0.5}) == []
-    assert watch.observe({"update": 50, "loss": 2.0, "columns": 512}) == []
-    said = [watch.observe({"update": u, "loss": guess, "columns": 512, "bank_age": 7}) for u in range(51, 60)]
-    assert [len(lines) for lines in said] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
-    assert "7 updates old" in said[2][0] and "learning_rate" in said[2][0] and "bank_size" in said[2][0]
-    said = [watch.observe({"update": u, "embedding_spread": 1e-5, "bank_mass_aged": 1e-3}) for u in range(60, 64)]
-    assert [len(lines) for lines in said] == [0, 0, 2, 0]
 
 
 def test_shares_of_the_softmax_by_age_are_those_of_the_dense_softmax() -> None:

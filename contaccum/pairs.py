@@ -1,0 +1,177 @@
+"""A micro-batch of pairs: its scores, and which columns its rows must not treat as negatives.
+
+Those are a row's own positive again, and other positives of its query. The ids of a row and of a column alone decide,
+and a table of pairs known beforehand: what is hidden stays hidden, whatever comes and goes beside it. It knows no bank.
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_ID = torch.iinfo(torch.int64).min
+"""The id of an entry that came without one. It never equals anything, itself included."""
+
+
+class Pairs(NamedTuple):
+    """A micro-batch as rows and columns of the similarity matrix."""
+
+    queries: Tensor  # (n, d)
+    columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
+    ids: Tensor  # int64 (2, n, 1 + h): of the query that a passage came with (NO_ID at hard negatives), and its own
+    named: bool  # False: no ids came, so that nothing of these pairs is masked
+
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        columns: Tensor,
+        query_ids: Tensor | None,
+        passage_ids: Tensor | None,
+        negative_ids: Tensor | None,
+    ) -> Pairs:
+        """Pairs whose ids, int64 (n,), (n,) and (n, h), may be missing."""
+        ids = torch.full((2, *columns.shape[:2]), NO_ID, device=columns.device)
+        given = [(ids[0, :, 0], query_ids), (ids[1, :, 0], passage_ids), (ids[1, :, 1:], negative_ids)]
+        for place, value in given:
+            if value is not None:
+                place.copy_(value)
+        return cls(queries, columns, ids, any(value is not None for _, value in given))
+
+    def scores(self, temperature: float, positives: PositivesTable | None = None) -> Scores:
+        """All scores of a micro-batch where there is no bank."""
+        n, width, d = self.columns.shape
+        own = (self.queries / temperature) @ self.columns.reshape(-1, d).T
+        positive = own.view(n, n, width)[:, :, 0].diagonal()
+        if self.named:
+            mask = hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)
+            mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
+            own = own.masked_fill(mask, low(own.dtype))
+        none = own.new_zeros(n, 0)
+        return Scores(own.view(n, n, width), positive, none, none, own.new_zeros(n, width, 0), own.new_zeros(0))
+
+
+class Scores(NamedTuple):
+    """Similarities over the temperature, masked ones vanishingly low; differentiable with respect to the pairs."""
+
+    own: Tensor  # (n, n, 1 + h) local queries against local columns
+    positive: Tensor  # (n,) of each local query and its passage
+    of_columns: Tensor  # (n, m (1 + h)) local queries against the bank's columns
+    by_block: Tensor  # (n, blocks) their logsumexp over each block
+    of_rows: Tensor  # (n, 1 + h, m) banked queries against local columns
+    on_rows: Tensor  # (m,) their logsumexp over all local columns
+
+
+class PositivesTable:
+    """(query id, passage id) pairs known beforehand, such as all positives of a data set: r of them, in 64 bytes each.
+
+    Args:
+        query_ids, passage_ids: int64 (r,) each, ``NO_ID`` where an id is missing.
+
+    Raises:
+        ValueError: for shapes that differ.
+    """
+
+    def __init__(self, query_ids: Tensor, passage_ids: Tensor) -> None:
+        if query_ids.shape != passage_ids.shape or query_ids.ndim != 1:
+            shapes = f"{tuple(query_ids.shape)} and {tuple(passage_ids.shape)}"
+            raise ValueError(f"query_ids and passage_ids must be (r,) both, got {shapes}")
+        known = (query_ids != NO_ID) & (passage_ids != NO_ID)
+        query_ids, passage_ids = query_ids[known].long(), passage_ids[known].long()
+        self.of_queries, self.of_passages = _Lists(query_ids, passage_ids), _Lists(passage_ids, query_ids)
+
+
+class _Lists:
+    """For each of many keys the list of its values, in order: int64 (r,) both."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        order = values.argsort()
+        order = order[keys[order].argsort(stable=True)]
+        keys, lengths = keys[order].unique_consecutive(return_counts=True)
+        self.longest = int(lengths.max()) if len(lengths) else 0
+        self.tensors = [keys, lengths.cumsum(0) - lengths, lengths, values[order]]
+
+    def hold(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Bool (k, c): whether the lists of a few ``keys`` (k,) hold ``values`` (c,)."""
+        if not self.longest:
+            return torch.zeros(len(keys), len(values), dtype=torch.bool, device=keys.device)
+        known, starts, lengths, listed = self.tensors = [x.to(keys.device) for x in self.tensors]
+        place = torch.searchsorted(known, keys.contiguous()).clamp_(max=len(known) - 1)
+        length = torch.where(known[place] == keys, lengths[place], 0)[:, None]
+        step = torch.arange(self.longest, device=keys.device)
+        lists = listed[(starts[place][:, None] + step).clamp_(max=len(listed) - 1)]
+        lists = torch.where(step < length, lists, torch.iinfo(torch.int64).max)  # in order, for the search
+        place = torch.searchsorted(lists, values.expand(len(keys), -1).contiguous())
+        return (place < length) & (lists.gather(1, place.clamp(max=self.longest - 1)) == values)
+
+
+def hidden(row_ids: Tensor, column_ids: Tensor, positives: PositivesTable | None, local_rows: bool) -> Tensor:
+    """Where a column is no negative of a row, own positives included: bool (r, c), or (c, r) unless rows are local.
+
+    Args:
+        row_ids: int64 (2, r): of each row's query, and of the passage that came with it.
+        column_ids: int64 (2, c): of the query that each passage came with (``NO_ID`` at hard negatives), and its own.
+        positives: pairs known beforehand.
+        local_rows: whether rows are the few of the micro-batch; otherwise columns are.
+    """
+    known = None
+    if positives is not None and local_rows:
+        known = positives.of_queries.hold(row_ids[0], column_ids[1])
+    elif positives is not None:
+        known = positives.of_passages.hold(column_ids[1], row_ids[0])
+    rows, columns = row_ids[:, None], column_ids[:, :, None]
+    if local_rows:
+        rows, columns = row_ids[:, :, None], column_ids[:, None]
+    same = (rows == columns).logical_and_(rows != NO_ID)
+    return same[0] | same[1] if known is None else same[0] | same[1] | known
+
+
+def low(dtype: torch.dtype) -> float:
+    """The score of what is masked: no softmax sees it, and unlike -inf it makes no NaN where everything is masked."""
+    return torch.finfo(dtype).min / 4
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al., 2014), a bijection, on int64, whose products wrap around."""
+    # int64 shifts repeat the sign, where the finaliser shifts in zeros: with the sign, -1 and 0 would be one.
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def check_embeddings(
+    queries: Tensor,
+    passages: Tensor,
+    negatives: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    passage_ids: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    may_be_empty: bool = False,
+) -> None:
+    """Refuse a micro-batch whose shapes do not agree: (n, d), (n, d), (n, h, d), int64 (n,), (n,), (n, h).
+
+    Raises:
+        ValueError: naming the argument, its shape and the shape it should have.
+    """
+    if queries.ndim != 2 or queries.shape != passages.shape:
+        shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
+        raise ValueError(
+            f"queries and passages must have the same shape (n, d), a positive for each query, got {shapes}"
+        )
+    n, d = queries.shape
+    if n == 0 and not may_be_empty:
+        raise ValueError("the micro-batch is empty")
+    if negatives is not None and (negatives.ndim != 3 or (negatives.shape[0], negatives.shape[2]) != (n, d)):
+        raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")
+    if negative_ids is not None and negatives is None:
+        raise ValueError("negative_ids came without negatives")
+    h = 0 if negatives is None else negatives.shape[1]
+    ids = {"query_ids": (query_ids, (n,)), "passage_ids": (passage_ids, (n,)), "negative_ids": (negative_ids, (n, h))}
+    for name, (value, shape) in ids.items():
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+        if value is not None and value.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} must be int64, got {value.dtype}")
