@@ -169,7 +169,7 @@ def log_panels(logs: Mapping[str, Sequence[Records]]) -> list[Panel]:
         if len(ages) > 1:
             keys = ["in_batch_mass", *(f"bank_mass_age_{age}" for age in sorted(ages))]
             layers = {key: [float(record.get(key) or 0.0) for record in known] for key in keys}
-            note = "share of the softmax: negatives in the batch (grey), banked passages by age, light to dark"
+            note = "negatives in the batch (grey), banked ones by age"
             panels.append(stacked_panel(f"Softmax by age, {name}", [r["update"] for r in known], layers, note))
     return panels
 

@@ -97,7 +97,7 @@ def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
     text = "\n".join(lines)
     assert "- published: contaccum with drift_compensation=none\n" in text
     assert "| contaccum | 16 | 2 | 1.000 | 8.5 | 101 | 1.500 | - |\n" in text
-    assert "- grad_accum: 8 updates of 12 pairs\n" in text
+    assert "- 8 updates of 12 pairs\n" in text
     assert "- beir (test): 20 queries, 30 documents, a fixed sample\n" in text
 
 
