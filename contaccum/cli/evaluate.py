@@ -43,12 +43,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night.
     for one in sets:
         dataset = one.read(args.on_bad_record)
+    only = dataset if len(sets) == 1 else None
+    del dataset  # BEIR's larger sets do not fit in memory together
     previous = [compare.read_previous(path, sets, shown[0]) for path in args.compare]
 
-    if args.run is not None:
-        records = [_score_run(args, dataset, k_values)]
-    else:
-        records = _evaluate(args, sets, dataset if len(sets) == 1 else None, k_values)
+    records = _evaluate(args, sets, only, k_values) if args.run is None else [_score_run(args, only, k_values)]
     rows = tables.table_rows(sets, records)
     comparisons = []
     if previous:
@@ -89,10 +88,8 @@ def _evaluate(args: argparse.Namespace, sets: Sequence[Any], only: Any, k_values
     for one, plan in zip(sets, plans, strict=True):
         record, why, replaced = None, "", one.output.exists()
         if only is None:  # a single set was asked for now; of several, those that are done need not be done again
-            plan |= {
-                "data": {"fingerprint": one.fingerprint, "split": one.split},
-                "metrics": sorted(metric_names(k_values)),
-            }
+            plan["metrics"] = sorted(metric_names(k_values))
+            plan["data"] = {"fingerprint": one.fingerprint, "split": one.split}
             record, why = finished_result(one.output, plan)
         if record is not None:
             print(f"kept: {one.output} ({why})")

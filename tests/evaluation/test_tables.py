@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contaccum.data import PUBLIC_NAMES
 from contaccum.evaluation import tables
-from contaccum.evaluation.beir import EvaluationSet
 from contaccum.evaluation.tables import OURS, published
 
 
@@ -21,18 +19,7 @@ def row(name: str, value: float, queries: int | None = None, split: str | None =
     return {**about, "documents": 9, "metrics": {"NDCG@10": value, "MRR@10": value / 2}}
 
 
-def test_parts_of_a_row_are_their_mean_and_count_once() -> None:
-    sets = [EvaluationSet("", "test", f"whole/{i}", "whole", Path(f"o.{i}.json"), 5, f"f{i}") for i in (1, 2, 3)]
-    sets.append(EvaluationSet("", "test", "other", "other", Path("o.other.json"), 1, "f"))
-    records = [{"data": {"queries": 10 * i}, "metrics": {"NDCG@10": i / 10}} for i in (1, 2, 3, 6)]
-    whole, other = tables.table_rows(sets, records)
-    assert whole["metrics"] == {"NDCG@10": pytest.approx(0.2)} and (whole["queries"], whole["documents"]) == (60, 15)
-    assert [part["file"] for part in whole["parts"]] == ["o.1.json", "o.2.json", "o.3.json"]
-    assert (other["name"], other["fingerprint"], other["file"]) == ("other", "f", "o.other.json")
-    assert tables.as_json([whole, other], ["NDCG@10"])["mean"]["NDCG@10"] == pytest.approx(0.4)
-
-
-def test_published_figures_are_complete_and_are_those_of_their_sources() -> None:
+def test_published_figures_are_complete_and_are_those_of_their_sources():
     models = {model["name"]: model["scores"] for model in published()["models"]}
     assert set(published()["judged_queries"]) == set(PUBLIC_NAMES)
     for name, scores in models.items():
@@ -45,7 +32,7 @@ def test_published_figures_are_complete_and_are_those_of_their_sources() -> None
     assert all(model["how"] and model["sources"] for model in published()["models"])
 
 
-def test_the_mean_beside_published_figures_is_over_the_sets_that_all_have() -> None:
+def test_the_mean_beside_published_figures_is_over_the_sets_that_all_have():
     # MS MARCO has no figure of BM25, "mine" none at all, and scidocs here is other data.
     rows = [row("scifact", 0.7), row("nfcorpus", 0.3), row("msmarco", 0.4), row("mine", 0.9), row("scidocs", 0.1, 6)]
     beside = tables.beside_published(rows)
@@ -62,13 +49,13 @@ def test_the_mean_beside_published_figures_is_over_the_sets_that_all_have() -> N
 
 
 @pytest.mark.parametrize("rows", [[row("mine", 0.5)], [row("scifact", 0.5, split="train")]])
-def test_nothing_is_shown_beside_what_nobody_published(rows: list[dict[str, Any]]) -> None:
+def test_nothing_is_shown_beside_what_nobody_published(rows):
     assert tables.beside_published(rows) is None
     assert "published" not in tables.as_text(tables.sections(rows, ["NDCG@10"]))
     assert tables.beside_published([row("scifact", 0.5) | {"metrics": {"NDCG@5": 0.5}}]) is None
 
 
-def test_all_forms_hold_the_same_numbers() -> None:
+def test_all_forms_hold_the_same_numbers():
     rows, names = [row("scifact", 0.7), row("a|b", 0.3)], ["MRR@10", "NDCG@10"]
     lines = list(csv.DictReader(io.StringIO(tables.as_csv(rows, names))))
     assert [line["data"] for line in lines] == ["scifact", "a|b", "mean", "mean of 1 that all have"]
