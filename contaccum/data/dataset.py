@@ -22,18 +22,20 @@ import numpy as np
 
 from contaccum.data.columns import RecordRules, parse_columns
 from contaccum.data.msmarco import qrels_file
-from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, sniff_format
+from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, Source, sniff_format
 from contaccum.data.records import Fault, OnBadRecord, RecordReport, name_of, one_line
 from contaccum.data.sampling import (
+    DROPPED,
+    NONE_LISTED,
     EpochSampling,
     MissingNegatives,
     PositivesUsed,
     Selection,
     as_rows,
     several_positives,
+    stream_rows,
     text_hash,
 )
-from contaccum.data.streams import DROPPED, NONE_LISTED, Source, stream_rows
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, cache_folder, fingerprint, read_json, write_json
 from contaccum.files import Fingerprint as Content
@@ -249,8 +251,9 @@ def _written(source: Source, report: RecordReport, folder: Path) -> Iterator[dic
     pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
     known = several_positives(pairs)
     known.tofile(folder / _KNOWN)
-    # Queries with one positive alone are not among those known, and their pairs occur again as often as they do.
-    mixed = np.sort(pairs[:, 0] * np.int64(-7046029254386353131) + pairs[:, 1])
+    mixed = pairs[:, 0] * np.int64(-7046029254386353131)  # an odd number: one number for each pair
+    mixed += pairs[:, 1]
+    mixed.sort()
     about = {
         "records": count,
         "known": len(known),

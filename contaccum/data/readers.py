@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from contaccum.data.columns import (
 from contaccum.data.msmarco import is_msmarco_folder, read_msmarco
 from contaccum.data.records import (
     Fault,
+    OnBadRecord,
     RecordReport,
     filled_text_of,
     first_bytes,
@@ -36,9 +38,17 @@ from contaccum.data.records import (
     read_lines,
     take,
 )
-from contaccum.data.tables import DELIMITERS, csv_rows, has_known_columns, hub_rows, parquet_rows, split_header
+from contaccum.data.tables import (
+    DELIMITERS,
+    csv_rows,
+    has_known_columns,
+    hub_rows,
+    load_hub,
+    parquet_rows,
+    split_header,
+)
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath
+from contaccum.files import AnyPath, fingerprint
 
 DataFormat = Literal["beir", "dpr", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
 DATA_FORMATS: tuple[DataFormat, ...] = (
@@ -189,6 +199,41 @@ def _text_triple(line: str, rules: RecordRules) -> Record:
         raise Fault("ids where texts are expected", mend=mend)
     query = filled_text_of(cells[0], "query")
     return Record(query, rules.positives(cells[1:2], "positive"), rules.negatives(cells[2:], "negative"))
+
+
+# What a cache or a stream goes by -------------------------------------------------------------------------------------
+
+_FORMAT = 1  # to be raised when the readers or the cache change, so that older files are not taken for new
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where records come from, and how they are read; everything that decides what the cache holds of them."""
+
+    path: Path
+    data_format: DataFormat
+    split: str
+    on_bad_record: OnBadRecord
+    columns: Mapping[str, str]
+    rules: RecordRules
+
+    def records(self, report: RecordReport, streaming: bool = False) -> Iterator[tuple[int, Record]]:
+        """Records, each with its line."""
+        given = (self.path, self.data_format, self.split, self.columns, report, self.rules, streaming)
+        return read_numbered(*given)
+
+    def key(self, streaming: bool = False) -> str:
+        """Another one when a file's path, size or time changes, or a setting. sha256, in hex."""
+        files = [self.path]
+        if self.path.is_dir():
+            files = sorted(path for path in self.path.rglob("*") if path.is_file())
+        elif self.data_format == "hub" and not streaming:
+            # What datasets has fetched: other files when it changes on the hub.
+            files = [Path(file["filename"]) for file in load_hub(str(self.path), self.split).cache_files]
+        stats = [(str(path.resolve()), path.stat()) for path in files if path.exists()]
+        facts = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+        settings = (self.data_format, self.split, self.on_bad_record, dict(self.columns), astuple(self.rules))
+        return fingerprint(_FORMAT, str(self.path) if not facts else "", facts, settings)
 
 
 # Telling formats apart ------------------------------------------------------------------------------------------------
