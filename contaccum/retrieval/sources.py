@@ -50,6 +50,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
                 mend = "keep one passage for each id, or leave later ones out with --on_bad_record skip"
                 raise DataError(f"{path}: id {quoted(passage.id)} occurs again ({mend})")
             else:
+                report.used -= 1
                 report.leave_out(path, "id occurs again")
         known = np.sort(np.concatenate([known, hashes[new]]), kind="stable")  # merges runs, in linear time
 
