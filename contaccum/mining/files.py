@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from contaccum.data import Passage
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, require_writable, write_json, write_text
-from contaccum.mining.miner import MinedNegatives, MinedQuery, Scored
+from contaccum.mining.miner import MinedNegatives
 
 
 def write_mined(
@@ -46,8 +50,7 @@ def write_mined(
     if not record["queries_kept"]:
         mend = "lower num_negatives, loosen the rules, or use on_too_few keep"
         raise DataError(f"{mined.data.record['path']}: no query has {mined.rules.num_negatives} negatives ({mend})")
-    wanted = mined.rules.num_negatives if on_too_few == "drop" else 0
-    kept = (query for query in mined.queries if len(query.negatives) >= wanted)
+    kept = map(partial(_query, mined), np.flatnonzero(mined.kept(on_too_few)).tolist())
     lines = [json.dumps(line, ensure_ascii=False) for query in kept for line in _FORMATS[output_format][1](query)]
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n" if output_format == "dpr" else (f"{line}\n" for line in lines))
     write_json(report_of(path), {**(report or {}), "output_format": output_format, **record})
@@ -85,49 +88,72 @@ def check_output(path: AnyPath, output_format: str, overwrite: bool = False, inp
     return path
 
 
-def _pairs(query: MinedQuery) -> Iterator[dict[str, Any]]:
-    second = [_short(n.cross_encoder_score) for n in query.negatives if n.cross_encoder_score is not None]
+class _Scored(NamedTuple):
+    document: Passage
+    score: float
+    of_cross_encoder: float | None = None
+
+
+class _Query(NamedTuple):
+    """A query with all its known positives, the first `pair_count` of which make pairs, and its negatives."""
+
+    query_id: str
+    query: str
+    positives: list[_Scored]
+    pair_count: int
+    negatives: list[_Scored]
+
+
+def _query(mined: MinedNegatives, number: int) -> _Query:
+    data, there = mined.data, mined.rows[number] >= 0
+    second: Any = [None] * len(there) if mined.cross_encoder_scores is None else mined.cross_encoder_scores[number]
+    negatives = zip(mined.rows[number], mined.scores[number], second, there, strict=True)
+    positives = zip(data.positives[number], mined.positive_scores[number], strict=True)
+    return _Query(
+        data.query_ids[number],
+        data.queries[number],
+        [_Scored(data.documents[row], score) for row, score in positives],
+        data.pair_counts[number],
+        [_Scored(data.documents[row], score, other) for row, score, other, is_there in negatives if is_there],
+    )
+
+
+def _pairs(query: _Query) -> Iterator[dict[str, Any]]:
+    second = [_short(n.of_cross_encoder) for n in query.negatives if n.of_cross_encoder is not None]
     for positive in query.positives[: query.pair_count]:
         yield {
             "query": query.query,
-            "positive": positive.passage,
-            "negatives": [negative.passage for negative in query.negatives],
+            "positive": positive.document.passage,
+            "negatives": [negative.document.passage for negative in query.negatives],
             "positive_score": _short(positive.score),
             "negative_scores": [_short(negative.score) for negative in query.negatives],
             **({"negative_cross_encoder_scores": second} if second else {}),
         }
 
 
-def _ntuples(query: MinedQuery) -> Iterator[dict[str, Any]]:
+def _ntuples(query: _Query) -> Iterator[dict[str, Any]]:
     for positive in query.positives[: query.pair_count]:
         yield {
             "query": query.query,
-            "positive": positive.passage,
-            **{f"negative_{i}": negative.passage for i, negative in enumerate(query.negatives, start=1)},
+            "positive": positive.document.passage,
+            **{f"negative_{i}": negative.document.passage for i, negative in enumerate(query.negatives, start=1)},
             "scores": [_short(scored.score) for scored in (positive, *query.negatives)],
         }
 
 
-def _dpr(query: MinedQuery) -> Iterator[dict[str, Any]]:
-    yield {
-        "question": query.query,
-        "answers": [],
-        "positive_ctxs": [_context(scored, "passage_id") for scored in query.positives],
-        "negative_ctxs": [],
-        "hard_negative_ctxs": [_context(scored, "passage_id") for scored in query.negatives],
-    }
+def _dpr(query: _Query) -> Iterator[dict[str, Any]]:
+    positives, negatives = ([_context(x, "passage_id") for x in part] for part in (query.positives, query.negatives))
+    contexts = {"positive_ctxs": positives, "negative_ctxs": [], "hard_negative_ctxs": negatives}
+    yield {"question": query.query, "answers": [], **contexts}
 
 
-def _tevatron(query: MinedQuery) -> Iterator[dict[str, Any]]:
-    yield {
-        "query_id": query.query_id,
-        "query": query.query,
-        "positive_passages": [_context(scored, "docid") for scored in query.positives],
-        "negative_passages": [_context(scored, "docid") for scored in query.negatives],
-    }
+def _tevatron(query: _Query) -> Iterator[dict[str, Any]]:
+    positives, negatives = ([_context(x, "docid") for x in part] for part in (query.positives, query.negatives))
+    passages = {"positive_passages": positives, "negative_passages": negatives}
+    yield {"query_id": query.query_id, "query": query.query, **passages}
 
 
-_FORMATS: dict[str, tuple[str, Callable[[MinedQuery], Iterator[dict[str, Any]]]]] = {
+_FORMATS: dict[str, tuple[str, Callable[[_Query], Iterator[dict[str, Any]]]]] = {
     "pairs": (".jsonl", _pairs),
     "dpr": (".json", _dpr),
     "tevatron": (".jsonl", _tevatron),
@@ -136,8 +162,9 @@ _FORMATS: dict[str, tuple[str, Callable[[MinedQuery], Iterator[dict[str, Any]]]]
 OUTPUT_FORMATS = tuple(_FORMATS)
 
 
-def _context(scored: Scored, id_field: str) -> dict[str, Any]:
-    return {id_field: scored.id, "title": scored.title, "text": scored.text, "score": _short(scored.score)}
+def _context(scored: _Scored, id_field: str) -> dict[str, Any]:
+    document = scored.document
+    return {id_field: document.id, "title": document.title, "text": document.text, "score": _short(scored.score)}
 
 
 def _short(score: float) -> float:

@@ -12,11 +12,10 @@ import contextlib
 import io
 import random
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.data import Passage, passage_text
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.mining.cross_encoder import second_opinion
 from contaccum.mining.data import MiningData, load_mining_data
@@ -81,35 +80,6 @@ class SelectionRules:
 # Mining --------------------------------------------------------------------------------------------------------------
 
 
-class Scored(NamedTuple):
-    """A passage with its score towards a query, and that of a cross-encoder where it was asked."""
-
-    id: str
-    title: str
-    text: str
-    score: float
-    cross_encoder_score: float | None = None
-
-    @property
-    def passage(self) -> str:
-        """Title, space, text."""
-        return passage_text(self.title, self.text)
-
-
-def _scored(document: Passage, score: float, of_cross_encoder: float | None = None) -> Scored:
-    return Scored(document.id, document.title, document.text, score, of_cross_encoder)
-
-
-class MinedQuery(NamedTuple):
-    """One query with all its known positives, the first `pair_count` of which make pairs, and its negatives."""
-
-    query_id: str
-    query: str
-    positives: list[Scored]
-    pair_count: int
-    negatives: list[Scored]
-
-
 @dataclass
 class MinedNegatives:
     """What `mine_hard_negatives` found, for Q queries.
@@ -133,28 +103,15 @@ class MinedNegatives:
     statistics: list[str] = field(default_factory=list)
     search: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def queries(self) -> list[MinedQuery]:
-        """All queries, in the order of the data."""
-        return list(map(self._query, range(len(self.rows))))
-
-    def _query(self, number: int) -> MinedQuery:
-        documents, second = self.data.documents, self.cross_encoder_scores
-        positives = zip(self.data.positives[number], self.positive_scores[number].tolist(), strict=True)
-        found = [_scored(documents[row], score) for row, score in positives]
-        negatives = []
-        for at, row in enumerate(self.rows[number].tolist()):
-            if row >= 0:
-                of_cross_encoder = None if second is None else float(second[number, at])
-                negatives.append(_scored(documents[row], float(self.scores[number, at]), of_cross_encoder))
-        data = self.data
-        return MinedQuery(data.query_ids[number], data.queries[number], found, data.pair_counts[number], negatives)
+    def kept(self, on_too_few: str = "drop") -> np.ndarray:
+        """bool (Q,): queries to write. "drop" leaves out those with fewer than `num_negatives`, "keep" none."""
+        full: np.ndarray = (self.rows >= 0).all(axis=1)
+        return full if on_too_few == "drop" else np.ones_like(full)
 
     def record(self, on_too_few: str = "drop") -> dict[str, Any]:
         """Settings, counts and timing, for a report; counts are of what `on_too_few` leaves."""
-        found = (self.rows >= 0).sum(axis=1)
+        found, left = (self.rows >= 0).sum(axis=1), self.kept(on_too_few)
         full = found == self.rules.num_negatives
-        left = full if on_too_few == "drop" else np.ones_like(full)
         pairs = np.array(self.data.pair_counts)
         negative = self.scores[self.rows >= 0]
         return {

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +34,6 @@ _SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
 _FORMAT, _VERSION = "contaccum embedding store", 1
 # Maps stay open, and a process may open 1,024 files: those used last are.
 _MAPPED_SHARDS = 64
-
-
-class Shard(NamedTuple):
-    """Rows `first_row` and on of a store: ids, an Arrow array (n,), and embeddings (n, d), mapped."""
-
-    first_row: int
-    ids: Any
-    embeddings: np.ndarray
 
 
 class EmbeddingStore:
@@ -100,10 +92,10 @@ class EmbeddingStore:
         about["corpus"] = (self.about.get("corpus") or {}).get("fingerprint")
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
-    def shards(self) -> Iterator[Shard]:
-        """Every shard, in order of its rows."""
+    def shards(self) -> Iterator[tuple[int, Any, np.ndarray]]:
+        """Of every shard, in order: its first row, ids, an Arrow array (n,), and embeddings (n, d), mapped."""
         for number, first in enumerate(self._starts[:-1].tolist()):
-            yield Shard(first, *self._mapped(number))
+            yield first, *self._mapped(number)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop - 1 as a float32 copy (stop - start, d); raises `IndexError` beyond the store's rows."""
@@ -182,7 +174,9 @@ class StoreWriter:
         if about is None and not first:
             raise UserError(f"{folder}: no store that rank 0 has begun (name a folder that all ranks see)")
         if about is not None and overwrite and first:
-            _remove(self.folder)
+            for path in self.folder.glob("shard-*"):
+                shutil.rmtree(path)
+            (self.folder / ABOUT).unlink()  # last, for the folder is known by it
             about = None
         software = {"versions": package_versions(), "git_commit": git_commit()}
         if about is None:
@@ -343,13 +337,6 @@ def _shard_folder(folder: Path, number: int) -> Path:
 
 def _bytes_of(folder: Path) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in (_EMBEDDINGS, _IDS)}
-
-
-def _remove(folder: Path) -> None:
-    """Remove a store: what it is known to hold, and store.json last, by which it is known until then."""
-    for path in folder.glob("shard-*"):
-        shutil.rmtree(path)
-    (folder / ABOUT).unlink()
 
 
 def _map_ids(path: Path) -> Any:

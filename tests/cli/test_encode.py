@@ -87,7 +87,7 @@ def test_embeddings_are_those_of_the_model_from_every_form(
     assert store.ids(range(len(store))) == [p.id for p in PASSAGES]
     expected = model.encode_document([p.passage for p in PASSAGES])
     np.testing.assert_allclose(store.slice(0, len(store)), expected, atol=1e-5)
-    assert [len(shard.ids) for shard in store.shards()] == [16, 16, 13]
+    assert [len(ids) for _, ids, _ in store.shards()] == [16, 16, 13]
 
 
 def test_the_record_says_what_was_encoded_and_how(whole: Path, model: DualEncoder) -> None:

@@ -60,10 +60,10 @@ def test_scores_are_written_beside_their_passages(mined, tmp_path):
     found = mined["beir"]
     ntuples = lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])
     pairs = lines_of(write_mined(found, tmp_path / "p.jsonl")[0])
-    expected = [(query, positive) for query in found.queries for positive in query.positives[: query.pair_count]]
-    for line, ntuple, (query, positive) in zip(pairs, ntuples, expected, strict=True):
-        assert line["positive_score"] == pytest.approx(positive.score, rel=1e-6)
-        assert line["negative_scores"] == pytest.approx([one.score for one in query.negatives], rel=1e-6)
+    expected = [(query, at) for query, count in enumerate(found.data.pair_counts) for at in range(count)]
+    for line, ntuple, (query, at) in zip(pairs, ntuples, expected, strict=True):
+        assert line["positive_score"] == pytest.approx(found.positive_scores[query][at], rel=1e-6)
+        assert line["negative_scores"] == pytest.approx(found.scores[query].tolist(), rel=1e-6)
         assert ntuple["scores"] == [line["positive_score"], *line["negative_scores"]]
 
 

@@ -156,13 +156,11 @@ def test_negatives_are_the_best_passages_that_are_not_known_and_scores_are_the_m
     settings = {"normalize_embeddings": similarity == "cos"}
     passages = [{"title": d.title, "text": d.text} for d in data.documents]
     expected = model.encode_queries(data.queries, **settings) @ model.encode_corpus(passages, **settings).T
-    for number, query in enumerate(mined.queries):
+    for number in range(10):
         order = [row for row in np.argsort(-expected[number]) if row not in data.excluded[number]]
         assert mined.rows[number].tolist() == order[:4]
-        assert [one.score for one in query.negatives] == pytest.approx(expected[number, order[:4]], abs=1e-5)
-        of_positives = expected[number, data.positives[number]]
-        assert [one.score for one in query.positives] == pytest.approx(of_positives, abs=1e-5)
-        assert query.query_id == f"q{number}" and all(one.id.startswith("d") for one in query.negatives)
+        assert mined.scores[number] == pytest.approx(expected[number, order[:4]], abs=1e-5)
+        assert mined.positive_scores[number] == pytest.approx(expected[number, data.positives[number]], abs=1e-5)
 
 
 def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
@@ -181,7 +179,7 @@ def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
 def test_a_query_with_many_positives_is_searched_beyond_them(model):
     records = [("q", [f"the cat {n}" for n in range(30)]), ("r", "the dog sits")]
     mined = mine(model, records, num_negatives=1)
-    assert (mined.rows >= 0).all() and mined.queries[0].negatives[0].text == "the dog sits"
+    assert (mined.rows >= 0).all() and mined.data.documents[mined.rows[0, 0]].text == "the dog sits"
 
 
 def test_an_approximate_index_mines_too(model, pairs):
@@ -255,21 +253,19 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(mode
     settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
     mined = mine(model, pairs, cross_encoder=cross_encoder, cross_encoder_margin=1.0, **settings)
     without = mine(model, pairs, range_max=12, num_negatives=12, relative_margin=0.0)
-    for query, before in zip(mined.queries, without.queries, strict=True):
-        bound = min(logits(cross_encoder, query.query, [one.passage for one in query.positives])) - 1.0
-        texts = [one.passage for one in before.negatives]
-        passing = [
-            t
-            for t, s in zip(texts, logits(cross_encoder, query.query, texts) if texts else [], strict=True)
-            if s <= bound
-        ]
-        found = [one.passage for one in query.negatives]
+    data, passages = mined.data, [document.passage for document in mined.data.documents]
+    for number, query in enumerate(data.queries):
+        bound = min(logits(cross_encoder, query, [passages[row] for row in data.positives[number]])) - 1.0
+        before = [row for row in without.rows[number].tolist() if row >= 0]
+        read = logits(cross_encoder, query, [passages[row] for row in before]) if before else []
+        passing = {row: score for row, score in zip(before, read, strict=True) if score <= bound}
+        there = mined.rows[number] >= 0
+        found = mined.rows[number][there].tolist()
         assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
-        assert sampling == "random" or found == passing[:2]
-        read = logits(cross_encoder, query.query, found) if found else []
-        assert [one.cross_encoder_score for one in query.negatives] == pytest.approx(read, abs=1e-4)
-        scores = [one.score for one in query.negatives]
-        assert scores == sorted(scores, reverse=True)
+        assert sampling == "random" or found == list(passing)[:2]
+        second = mined.cross_encoder_scores[number][there]
+        assert second == pytest.approx([passing[row] for row in found], abs=1e-4)
+        assert (np.diff(mined.scores[number][there]) <= 0).all()
     assert mined.rules.cross_encoder_margin == 1.0
     assert min(np.nanmin(mined.cross_encoder_scores), 0) < 0  # logits, whatever the model's own last step
 

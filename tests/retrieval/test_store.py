@@ -53,10 +53,10 @@ def test_rows_and_ids_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
     assert store.ids([]) == []
     shards = list(store.shards())
-    assert [shard.first_row for shard in shards] == [0, 10, 20]
-    assert [name for shard in shards for name in shard.ids.to_pylist()] == [f"id-{row}" for row in range(ROWS)]
-    assert all(isinstance(shard.embeddings, np.memmap) for shard in shards)
-    np.testing.assert_array_equal(np.concatenate([shard.embeddings for shard in shards]), embeddings())
+    assert [first for first, _, _ in shards] == [0, 10, 20]
+    assert [name for _, ids, _ in shards for name in ids.to_pylist()] == [f"id-{row}" for row in range(ROWS)]
+    assert all(isinstance(rows, np.memmap) for _, _, rows in shards)
+    np.testing.assert_array_equal(np.concatenate([rows for _, _, rows in shards]), embeddings())
 
 
 @pytest.mark.parametrize("rows", [[-1], [25], [0, 99]])
@@ -72,7 +72,7 @@ def test_float16_halves_the_disk_and_slices_are_float32(tmp_path: Path) -> None:
     store = EmbeddingStore.open(write(tmp_path / "s", dtype="float16"))
     assert store.slice(0, 25).dtype == np.float32
     np.testing.assert_allclose(store.slice(0, 25), embeddings(), rtol=2**-11)
-    assert next(store.shards()).embeddings.dtype == np.float16
+    assert next(store.shards())[2].dtype == np.float16
 
 
 def test_a_number_beyond_float16_is_refused(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_maps_that_are_not_in_use_are_closed(tmp_path: Path, monkeypatch: pytest
 
 def test_ids_outlive_the_closed_file(tmp_path: Path) -> None:
     shards = list(EmbeddingStore.open(write(tmp_path / "s")).shards())
-    assert shards[2].ids.to_pylist() == [f"id-{row}" for row in range(20, 25)]
+    assert shards[2][1].to_pylist() == [f"id-{row}" for row in range(20, 25)]
 
 
 def spoil(folder: Path, what: str) -> None:
