@@ -367,8 +367,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         with kept_random_states():  # model cards are drawn from the data; a run that saves goes on as one that does not
             if self.is_fsdp_enabled:
                 with whole_parameters(self.model, self.accelerator.get_state_dict(self.model)):
-                    if self.args.should_save:
-                        self._save(str(folder))
+                    if self.args.should_save:  # a model card would need a forward pass, and so all ranks
+                        self.model.save_pretrained(str(folder), create_model_card=False)
             else:
                 super().save_model(str(folder), _internal_call)
         if self.args.should_save:
