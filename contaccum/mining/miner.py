@@ -105,7 +105,7 @@ class MinedNegatives:
 
     def kept(self, on_too_few: str = "drop") -> np.ndarray:
         """bool (Q,): queries to write. "drop" leaves out those with fewer than `num_negatives`, "keep" none."""
-        full: np.ndarray = (self.rows >= 0).all(axis=1)
+        full = np.asarray((self.rows >= 0).all(axis=1))
         return full if on_too_few == "drop" else np.ones_like(full)
 
     def record(self, on_too_few: str = "drop") -> dict[str, Any]:
