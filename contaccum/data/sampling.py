@@ -260,7 +260,8 @@ def as_rows(sampling: EpochSampling, topics: Any = None, topic_column: str | Non
     columns = dict.fromkeys(sampling.columns, numbers)  # one and the same buffer
     if topic_column is not None:
         sampling.topic_column, columns[topic_column] = topic_column, topics
-    return Dataset(pa.table(columns)).with_transform(sampling)
+    # Named, or datasets would copy and hash the table; nothing in memory is ever cached by its name.
+    return Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows").with_transform(sampling)
 
 
 def with_row_numbers(dataset: Any) -> Any:

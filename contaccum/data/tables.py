@@ -40,7 +40,7 @@ def csv_rows(path: Path, fields: Fields, needed: Needed) -> Iterator[tuple[int, 
     """(line on which it starts, row) of a csv or tsv file with a header; a cell that is blank is None.
 
     Raises:
-        DataError: the file cannot be used, or its header lacks a column; or a quote that is not closed takes other lines
+        DataError: the file cannot be used, or its header lacks a column; or a quote without an end takes other lines
             along: which records they were, nobody can tell.
     """
     csv.field_size_limit(LONGEST_LINE)  # Python's own limit of 128 KB a cell guards against nothing here
