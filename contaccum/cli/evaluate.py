@@ -38,7 +38,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     sets = evaluation_sets(args.data, args.split, args.output)
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
-    for path in (args.output, *(one.output for one in sets)):
+    paths, comparison = [one.output for one in sets], args.output.with_suffix(".compare.json")
+    if args.compare and comparison in paths:
+        raise ConfigError(f"--compare and a set would both be written to {comparison}; choose another --output")
+    for path in (args.output, *paths):
         require_writable(path)
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night.
     for one in sets:
@@ -67,12 +70,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         title = f"Evaluation of {args.model or args.run}"
         written[args.output.with_suffix(".md")] = tables.as_markdown(title, sections)
     if comparisons:
-        written[args.output.with_suffix(".compare.json")] = comparisons
+        written[comparison] = comparisons
     for path, content in written.items():
         if path.exists():
             print(f"replaced: {path}")
         (write_text if isinstance(content, str) else write_json)(path, content)
-    print("written:", *(one.output for one in sets), *written)
+    print("written:", *paths, *written)
     return 0
 
 
