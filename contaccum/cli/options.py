@@ -56,6 +56,13 @@ SEARCH += ("passage_max_length", "on_bad_record", "device", "no_progress", "trus
 """The options of the commands that encode and search in memory."""
 
 
+def positive(text: str) -> int:
+    """A type for options: a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 def load_model(name: str, args: argparse.Namespace) -> Any:
     """The model ``name`` with the device, lengths and trust of the command line.
 

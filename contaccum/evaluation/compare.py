@@ -90,20 +90,55 @@ def compare(ours: Mapping[str, Scores], previous: PreviousResult, sets: Sequence
     """
     rows = []
     for name, labels in _rows(sets, previous).items():
-        mine, theirs, weights = [], [], []
+        mine: dict[str, float] = {}
+        theirs: dict[str, float] = {}
+        weights: list[float] = []
         for label in labels:
-            a, b = ours[label], previous.scores[label]
-            if a.keys() != b.keys():
+            if ours[label].keys() != previous.scores[label].keys():
                 raise DataError(f"{previous.path}: has scores of other queries on {label} (evaluate it again)")
             prefix = f"{label.rpartition('/')[2]}/" if len(labels) > 1 else ""
-            mine += [(prefix + query, score) for query, score in a.items()]
-            theirs += [b[query] for query in a]
-            weights += [1.0 / (len(labels) * len(a))] * len(a)
-        rows.append({"data": name, **_row(mine, theirs, weights)})
+            mine |= {prefix + query: score for query, score in ours[label].items()}
+            theirs |= {prefix + query: score for query, score in previous.scores[label].items()}
+            weights += [1.0 / (len(labels) * len(ours[label]))] * len(ours[label])
+        rows.append({"data": name, **compare_queries(mine, theirs, weights)})
     for row, p in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["p_holm"] = p
     about = {"earlier": str(previous.path), "metric": previous.metric, "resamples": RESAMPLES, "seed": SEED}
     return {**about, "rows": rows, "left_out": list(previous.left_out)}
+
+
+def compare_queries(
+    ours: Scores, theirs: Scores, weights: Sequence[float] | None = None, shown: int = QUERIES_SHOWN
+) -> dict[str, Any]:
+    """Two results over the same queries: means, a paired bootstrap, wins, ties and losses, and the greatest changes.
+
+    Args:
+        weights: of the queries of ``ours``, in their order, summing to 1; None: all alike.
+        shown: how many gains, and how many losses.
+    """
+    n = len(ours)
+    # Scaled so that the plain mean over all queries is the weighted one.
+    scale = [weight * n for weight in weights] if weights else [1.0] * n
+    a = [score * x for score, x in zip(ours.values(), scale, strict=True)]
+    b = [theirs[query] * x for query, x in zip(ours, scale, strict=True)]
+    # Rounded, so that what differs in the last bits is a tie, and equal changes are in the order of their queries.
+    changes: list[dict[str, Any]] = [
+        {"query": query, "difference": round(score - theirs[query], 9), "ours": score, "earlier": theirs[query]}
+        for query, score in ours.items()
+    ]
+    gains = sorted((c for c in changes if c["difference"] > 0), key=lambda c: (-c["difference"], c["query"]))
+    losses = sorted((c for c in changes if c["difference"] < 0), key=lambda c: (c["difference"], c["query"]))
+    return {
+        "queries": n,
+        "ours": fmean(a),
+        "earlier": fmean(b),
+        **paired_bootstrap(a, b, RESAMPLES, SEED)._asdict(),
+        "wins": len(gains),
+        "ties": n - len(gains) - len(losses),
+        "losses": len(losses),
+        "greatest_gains": gains[:shown],
+        "greatest_losses": losses[:shown],
+    }
 
 
 def section(comparison: Mapping[str, Any]) -> Section:
@@ -143,31 +178,6 @@ def _rows(sets: Sequence[EvaluationSet], previous: PreviousResult) -> dict[str, 
         whole = len(both) == len(labels) and len(labels) in (1, len(CQADUPSTACK_FORUMS))
         found |= {row: both} if whole else {label: [label] for label in both}
     return found
-
-
-def _row(mine: Sequence[tuple[str, float]], theirs: Sequence[float], weights: Sequence[float]) -> dict[str, Any]:
-    n = len(mine)
-    # Scaled so that the plain mean over all queries is the mean over the parts.
-    a = [score * weight * n for (_, score), weight in zip(mine, weights, strict=True)]
-    b = [score * weight * n for score, weight in zip(theirs, weights, strict=True)]
-    # Rounded, so that what differs in the last bits is a tie, and equal changes are in the order of their queries.
-    changes: list[dict[str, Any]] = [
-        {"query": query, "difference": round(score - other, 9), "ours": score, "earlier": other}
-        for (query, score), other in zip(mine, theirs, strict=True)
-    ]
-    gains = sorted((c for c in changes if c["difference"] > 0), key=lambda c: (-c["difference"], c["query"]))
-    losses = sorted((c for c in changes if c["difference"] < 0), key=lambda c: (c["difference"], c["query"]))
-    return {
-        "queries": n,
-        "ours": fmean(a),
-        "earlier": fmean(b),
-        **paired_bootstrap(a, b, RESAMPLES, SEED)._asdict(),
-        "wins": len(gains),
-        "ties": n - len(gains) - len(losses),
-        "losses": len(losses),
-        "greatest_gains": gains[:QUERIES_SHOWN],
-        "greatest_losses": losses[:QUERIES_SHOWN],
-    }
 
 
 def _cells(row: Mapping[str, Any]) -> list[Any]:

@@ -15,8 +15,7 @@ import pytest
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import best_figure, build_page
-from contaccum.report.sources import read_sources
+from contaccum.report.page import build_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +55,7 @@ class Reader(HTMLParser):
 
 def test_everything_mixes_on_one_page_that_needs_nothing_else(page: str) -> None:
     found = Reader(page)
-    for title in ("Training", "made (test)", "Comparison compared", "nDCG@10 by update", "Cosine then and now"):
+    for title in ("Training", "made (test)", "Comparison compared", "nDCG@10 by update", "Cosine then and now, queries"):
         assert title in found.texts
     names = [tag for tag, _ in found.tags]
     assert names.count("script") == names.count("style") == 1 and names.count("svg") > 20
@@ -100,23 +99,10 @@ def test_only_results_on_the_same_data_and_queries_are_compared(made: Any) -> No
     assert "against base" not in page
 
 
-def test_results_of_open_domain_qa_are_compared_too(tmp_path: Path) -> None:
-    for name, hits in (("one", (1.0, 0.0)), ("two", (1.0, 1.0))):
-        scores = {f"question-{n + 1}": {"Accuracy@20": hit} for n, hit in enumerate(hits)}
-        data = {"questions": 2, "questions_fingerprint": "q", "passages": 9, "match": "string", "path": "gone"}
-        record = {"metrics": {"Accuracy@20": sum(hits) / 2}, "per_query": scores, "data": data}
-        (tmp_path / f"{name}.json").write_text(json.dumps({**record, "model": None, "search": {}}))
-    page = build_page([tmp_path / "one.json", tmp_path / "two.json"])
-    assert "2 questions 9 passages" in page and "Accuracy@20 against one" in page
-
-
 def test_runs_differ_by_their_settings_and_their_best_figure_is_named(everything: list[Path], page: str) -> None:
     rows = Reader(page).rows
-    assert ["bank_size", "512", "2048"] in rows and not any(
-        row[:1] == ["learning_rate"] for row in rows if len(row) > 2
-    )
-    (one, *_) = read_sources(everything)
-    assert best_figure(one) == ("ndcg@10", 0.7234, 8)
+    assert ["bank_size", "512", "2048"] in rows
+    assert not any(row[0] == "learning_rate" for row in rows if len(row) > 2)
     overview = next(row for row in rows if row[0] == "one")
     assert overview[:9] == ["one", "contaccum", "7", "128", "512", "12", "0.2500", "ndcg@10 0.7234", "8"]
 
@@ -126,17 +112,14 @@ def test_a_log_warns_as_its_run_did_and_is_drawn_up_to_where_a_kill_cut_it(made:
     lines = [{"update": n, "loss": 1.0, "columns": 100, "embedding_spread": 1e-6} for n in range(9)]
     lines[4]["skipped"] = "gradient"
     (folder / "train_log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + '{"update": 13, "lo')
-    (run,) = read_sources([folder])
-    assert len(run.log) == 9
     page = build_page([folder])
     assert "mine: update 2: collapse: all passages" in page and "mine: 1 updates were skipped" in page
 
 
-def test_the_comparison_shows_its_tables_notes_and_differences_by_query(page: str) -> None:
-    rows, texts = Reader(page).rows, " ".join(Reader(page).texts)
+def test_the_comparison_shows_its_tables_and_notes(page: str) -> None:
+    rows = Reader(page).rows
     assert ["contaccum", "0.6000", "", "+0.1000", "+0.0500 to +0.1500", "<0.001", "<0.001"] in rows
-    assert ["contaccum", "1", "0.500", "", "", "", ""] in rows
-    assert "one run saw other pairs" in texts and "contaccum against grad_accum, NDCG@10 on made by query" in texts
+    assert ["contaccum", "1", "0.500", "", "", "", ""] in rows and "one run saw other pairs" in page
 
 
 def test_reports_of_the_version_before_are_still_read() -> None:
