@@ -19,9 +19,9 @@ from typing import Any
 
 from contaccum.comparison.report import COST, METRICS, NOTES, table_rows
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.evaluation.compare import compare_queries
 from contaccum.evaluation.metrics import MAIN_METRICS, holm
 from contaccum.evaluation.results import read_result, result_files
+from contaccum.evaluation.tables import compare_queries
 from contaccum.files import read_json, redact
 from contaccum.report.charts import Log, Panel, difference_panel, is_number, line_panel, log_panels, to_svg
 from contaccum.training.log import EVAL_LOG, RUN_RECORD, TRAIN_LOG, CollapseWatch, read_log

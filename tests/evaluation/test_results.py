@@ -110,5 +110,3 @@ def test_a_finished_result_is_known_by_all_that_decides_its_scores(tmp_path):
         assert finished_result(path, plan | change) == (None, f"it had other {what}")
     (tmp_path / "out.trec").unlink()
     assert finished_result(path, plan) == (None, "its run was gone")
-    path.write_text("{}")
-    assert finished_result(path, plan) == (None, "it was no result")
