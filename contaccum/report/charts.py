@@ -29,25 +29,11 @@ _STYLE: Any = {  # the keys' own type is a list of all of them
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
-_OF_LOGS = (  # title, key of the log, note
-    ("Loss", "loss", "of the local rows; each run with its own negatives"),
-    ("Gradient norm ratio", "grad_norm_ratio", "passages over queries; 1 is balance"),
-    ("Gradient norm of queries", "grad_norm_query", ""),
-    ("Gradient norm of passages", "grad_norm_passage", ""),
-    ("Bank entries in use", "bank_fill", "at most bank_size; those that drifted too far have retired"),
-    ("Age of the oldest entry", "bank_age", "in updates"),
-    ("Cosine then and now, queries", "drift_cosine_query", "of a text's embeddings"),
-    ("Cosine then and now, passages", "drift_cosine_passage", "of a text's embeddings"),
-    ("Shift of the mean, queries", "drift_shift_query", "over the spread of the texts"),
-    ("Shift of the mean, passages", "drift_shift_passage", "over the spread of the texts"),
-    ("Drift beside the shift, queries", "drift_residual_query", "over the spread of the texts"),
-    ("Drift beside the shift, passages", "drift_residual_passage", "over the spread of the texts"),
-    ("Softmax on the bank", "bank_mass", "beside the one on the batch"),
-    ("Softmax on the batch", "in_batch_mass", "negatives in the batch"),
-    ("Old column over fresh", "bank_mass_aged", "softmax of a column; 1: age says nothing"),
-    ("Spread of embeddings", "embedding_spread", "of the passages of a micro-batch; near 0: collapse"),
-    ("Peak memory", "peak_memory_mb", "MB"),
-)
+# Of a log, what is drawn; docs/drift.md says what each is.
+_DRAWN = ("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age")
+_DRAWN += ("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage")
+_DRAWN += ("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged")
+_DRAWN += ("embedding_spread", "peak_memory_mb")
 
 
 class Panel(NamedTuple):
@@ -94,19 +80,15 @@ def difference_panel(title: str, differences: Sequence[float], note: str = "") -
     return Panel(title, draw, note)
 
 
-def log_panels(logs: Mapping[str, Sequence[Log]], of: Sequence[tuple[str, str, str]] = _OF_LOGS) -> list[Panel]:
-    """Curves of what the logs hold: name -> the log of one run, or those of several seeds.
-
-    Args:
-        of: title, key and note of each panel; one whose key no log has is left out.
-    """
+def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN) -> list[Panel]:
+    """A picture of every key that some log holds: name -> the log of one run, or those of several seeds."""
     panels = []
-    for title, key, note in of:
+    for key in keys:
         lines = {
             name: [[(record["update"], record[key]) for record in log if is_number(record.get(key))] for log in found]
             for name, found in logs.items()
         }
-        panels += [line_panel(title, lines, note)] if any(map(any, lines.values())) else []
+        panels += [line_panel(key, lines)] if any(map(any, lines.values())) else []
     return panels
 
 

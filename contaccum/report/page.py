@@ -180,7 +180,7 @@ def _training(runs: Sequence[Source]) -> dict[str, Any]:
         "differing": [key for key in keys if len({one.get(key, "") for one in settings.values()}) > 1],
         "warnings": [line for run in runs for line in _warnings(run.name, run.log)],
         "panels": [
-            *log_panels({run.name: [run.evaluations] for run in runs}, [(f[5:], f, "") for f in figures]),
+            *log_panels({run.name: [run.evaluations] for run in runs}, list(figures)),
             *log_panels({run.name: [run.log] for run in runs}),
         ],
         "names": [run.name for run in runs],

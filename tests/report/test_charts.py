@@ -27,7 +27,7 @@ def test_logs_are_drawn_by_what_they_hold_and_what_is_no_number_is_left_out() ->
     (panel,) = log_panels({"a": [log]})
     axes = Figure().subplots()
     panel.draw(axes)
-    assert panel.title == "Loss" and axes.lines[0].get_xydata().tolist() == [[0, 3.0], [3, 1.0]]
+    assert panel.title == "loss" and axes.lines[0].get_xydata().tolist() == [[0, 3.0], [3, 1.0]]
 
 
 def test_differences_are_in_order() -> None:
