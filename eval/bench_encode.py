@@ -24,8 +24,7 @@ import numpy as np
 
 from contaccum.data import RecordReport, read_passages
 from contaccum.files import git_commit, package_versions, write_json
-from contaccum.retrieval.encode import encode_texts
-from contaccum.retrieval.sources import encoding_identity, read_texts
+from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 _WINDOW = 4096  # as the command has it

@@ -13,7 +13,7 @@ from sample_texts import sentences
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
-from contaccum.retrieval import exact
+from contaccum.retrieval import index as index_module
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -50,7 +50,7 @@ def run(places: dict[str, Path], output: Path, *options: str, model: str | None 
 
 
 def test_a_run_is_what_an_array_gives(places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "SLICE_BYTES", 4 * 32 * 25)
+    monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 32 * 25)
     assert run(places, tmp_path / "run.trec", "--top_k", "7") == 0
     found = read_trec_run(tmp_path / "run.trec")
     store = EmbeddingStore.open(places["store"])
@@ -64,9 +64,10 @@ def test_a_run_is_what_an_array_gives(places: dict[str, Path], tmp_path: Path, m
         assert set(found[f"q{number}"]) == {ids[row] for row in line}
         assert sorted(found[f"q{number}"].values(), reverse=True) == pytest.approx(line_scores.tolist(), abs=1e-6)
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["search"] == {"index": "Flat", "index_parameters": None, "index_file": None, "k": 7, "gpus": 0}
+    about = {"index": "Flat", "index_parameters": None, "index_file": None, "k": 7, "gpus": 0, "recall": None}
+    assert record["search"] == about
     assert record["store"]["rows"] == 60 and record["queries"]["count"] == 12
-    assert list(record["timing"]) == [f"{n}_seconds" for n in ("encode_queries", "index", "search", "recall")]
+    assert min(record["timing"].values()) > 0
 
 
 def test_queries_that_were_encoded_before_need_no_model(places: dict[str, Path], tmp_path: Path) -> None:
@@ -78,12 +79,10 @@ def test_queries_that_were_encoded_before_need_no_model(places: dict[str, Path],
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
 
 
-def test_an_index_file_is_written_once_and_searched_again(places: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_an_index_file_is_written_once_and_searched_again(places: dict[str, Path], tmp_path: Path) -> None:
     options = ["--index", "IVF4,Flat", "--index_parameters", "nprobe=2", "--index_file", str(tmp_path / "ivf.faiss")]
     for name in ("first", "second"):
         assert run(places, tmp_path / f"{name}.trec", "--top_k", "5", *options) == 0
-    told = capsys.readouterr().out
-    assert told.count("written: " + str(tmp_path / "ivf.faiss")) == 1 and "searching " in told
     assert (tmp_path / "first.trec").read_text() == (tmp_path / "second.trec").read_text()
     record = json.loads((tmp_path / "second.json").read_text())
     assert record["search"]["recall"]["queries"] == 12 and 0 < record["search"]["recall"]["recall@5"] <= 1
@@ -96,10 +95,9 @@ def test_an_index_file_is_written_once_and_searched_again(places: dict[str, Path
         ([], "other", "was encoded by another model"),
         ([], None, "name a MODEL"),
         (["--output", "run.json"], "encoder", "end its name in .trec"),
-        (["--top_k", "0"], "encoder", "top_k must be at least 1"),
-        (["--index", "IVF1000,Flat"], "encoder", "at least 1000 vectors"),
+        (["--top_k", "0"], "encoder", "--top_k: must be at least 1"),
+        (["--index", "IVF1000,Flat"], "encoder", "needs 1000 vectors"),
         (["--index_file", "x.faiss"], "encoder", "leave --index_file out"),
-        (["--gpu", "yes"], "encoder", "FAISS sees no GPU"),
         (["--store", "nowhere"], "encoder", "not a store"),
         (["--index_parameter", "nprobe=2"], "encoder", "did you mean '--index_parameters'"),
     ],

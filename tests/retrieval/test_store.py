@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 
 from contaccum.errors import DataError, UserError
-from contaccum.retrieval import store as store_module
-from contaccum.retrieval.store import EmbeddingStore, StoreWriter, differences
+from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 IDENTITY = {"kind": "document", "model": "a" * 64, "similarity": "cos", "dtype": "float32", "shard_size": 10}
 ROWS = 25
@@ -57,15 +55,14 @@ def test_rows_and_ids_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert [name for _, ids, _ in shards for name in ids.to_pylist()] == [f"id-{row}" for row in range(ROWS)]
     assert all(isinstance(rows, np.memmap) for _, _, rows in shards)
     np.testing.assert_array_equal(np.concatenate([rows for _, _, rows in shards]), embeddings())
-
-
-@pytest.mark.parametrize("rows", [[-1], [25], [0, 99]])
-def test_rows_beyond_the_store_are_an_error(tmp_path: Path, rows: list[int]) -> None:
-    store = EmbeddingStore.open(write(tmp_path / "s"))
-    with pytest.raises(IndexError):
-        store.ids(rows)
-    with pytest.raises(IndexError):
-        store.slice(min(rows), max(rows) + 1)
+    rows = [24, 0, 9, 10, 10]
+    np.testing.assert_array_equal(store.take(rows), embeddings()[rows])
+    assert store.take([]).shape == (0, 4)
+    for rows in ([-1], [25], [0, 99]):
+        with pytest.raises(IndexError, match="0 to 24"):
+            store.ids(rows)
+        with pytest.raises(IndexError):
+            store.slice(min(rows), max(rows) + 1)
 
 
 def test_float16_halves_the_disk_and_slices_are_float32(tmp_path: Path) -> None:
@@ -82,27 +79,9 @@ def test_a_number_beyond_float16_is_refused(tmp_path: Path) -> None:
     assert writer.read_shard(0) is None
 
 
-def test_maps_that_are_not_in_use_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MAPPED_SHARDS", 1)
-    store = EmbeddingStore.open(write(tmp_path / "s"))
-    for _ in range(3):
-        store.slice(0, 25)
-    assert sum(str(tmp_path) in file.path for file in psutil.Process().open_files()) == 1
-
-
-def test_ids_outlive_the_closed_file(tmp_path: Path) -> None:
-    shards = list(EmbeddingStore.open(write(tmp_path / "s")).shards())
-    assert shards[2][1].to_pylist() == [f"id-{row}" for row in range(20, 25)]
-
-
 def spoil(folder: Path, what: str) -> None:
-    shard = folder / "shard-00001"
-    about = json.loads((folder / "store.json").read_text())
-    if what == "gone":
-        (shard / "embeddings.npy").unlink()
-    elif what == "cut off":
-        os.truncate(shard / "embeddings.npy", 150)
-    elif what == "pickled":
+    about, shard = json.loads((folder / "store.json").read_text()), folder / "shard-00001"
+    if what == "pickled":
         np.save(shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True)
     elif what == "other shape":
         np.save(shard / "embeddings.npy", embeddings(10).reshape(5, 8))
@@ -113,49 +92,36 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "no ids":
         (shard / "ids.arrow").write_bytes(b"x" * 600)
     elif what == "other ids":
-        with pa.OSFile(str(shard / "ids.arrow"), "wb") as file:
-            table = pa.table({"name": ["a"] * 10})
-            with pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+        table = pa.table({"name": ["a"] * 10})
+        with pa.OSFile(str(shard / "ids.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
     elif what == "too few ids":
         (shard / "ids.arrow").write_bytes((folder / "shard-00002" / "ids.arrow").read_bytes())
-    elif what == "no json":
-        (folder / "store.json").write_text("{")
-    elif what == "other json":
-        (folder / "store.json").write_text('{"a": 1}')
-    elif what == "later version":
-        (folder / "store.json").write_text(json.dumps({**about, "version": 2}))
-    elif what == "wrong rows":
-        (folder / "store.json").write_text(json.dumps({**about, "rows": 24}))
-    elif what == "no shards":
+    # Sizes are the first thing that is looked at; what comes after it must hold as well.
+    about["shards"][1]["bytes"] = {path.name: path.stat().st_size for path in shard.glob("*.[na]*")}
+    about |= {"later version": {"version": 2}, "other json": {"format": "a"}, "unfinished": {"finished": False}}.get(
+        what, {}
+    )
+    if what == "no shards":
         del about["shards"]
-        (folder / "store.json").write_text(json.dumps(about))
-    elif what == "foreign dtype":
-        (folder / "store.json").write_text(json.dumps({**about, "dtype": "O"}))
-    elif what == "unfinished":
-        (folder / "store.json").write_text(json.dumps({**about, "finished": False}))
+    (folder / "store.json").write_text("{" if what == "no json" else json.dumps(about))
+    if what == "gone":
+        (shard / "embeddings.npy").unlink()
+    elif what == "cut off":
+        os.truncate(shard / "embeddings.npy", 150)
 
 
-SAME_SIZE_OR_NOT = ["pickled", "other shape", "other dtype", "no npy", "no ids", "other ids", "too few ids"]
-JSON = ["no json", "other json", "later version", "wrong rows", "no shards", "foreign dtype", "unfinished"]
+FILES = ["gone", "cut off", "pickled", "other shape", "other dtype", "no npy", "no ids", "other ids", "too few ids"]
+JSON = ["no json", "other json", "later version", "no shards", "unfinished"]
 
 
-@pytest.mark.parametrize(
-    ("what", "match_size"),
-    [(what, False) for what in ("gone", "cut off", *SAME_SIZE_OR_NOT, *JSON)]
-    + [(what, True) for what in SAME_SIZE_OR_NOT],
-)
-def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str, match_size: bool) -> None:
+@pytest.mark.parametrize("what", [*FILES, *JSON])
+def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
     folder = write(tmp_path / "s")
     spoil(folder, what)
-    shard = folder / "shard-00001"
-    if match_size:
-        # Sizes are the first thing that is looked at; what comes after it must hold as well.
-        about = json.loads((folder / "store.json").read_text())
-        about["shards"][1]["bytes"] = {path.name: path.stat().st_size for path in shard.iterdir()}
-        (folder / "store.json").write_text(json.dumps(about))
     with pytest.raises(DataError) as refused:
-        EmbeddingStore.open(folder).slice(0, 25)
+        store = EmbeddingStore.open(folder)
+        store.slice(0, 25)
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -171,8 +137,8 @@ def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwis
     assert start(folder).fill(PASSAGES, encode)
     for changed, told in [
         ({"model": "b" * 64}, "model aaaaaaaaaaaa, here bbbbbbbbbbbb"),
-        ({"dtype": "float16"}, 'dtype "float32", here "float16"'),
-        ({"kind": "query", "shard_size": 5}, 'kind "document", here "query"; shard_size 10, here 5'),
+        ({"dtype": "float16"}, "dtype float32, here float16"),
+        ({"kind": "query", "shard_size": 5}, "kind document, here query ("),
     ]:
         with pytest.raises(UserError, match="--overwrite") as refused:
             start(folder, **changed)
@@ -245,11 +211,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     assert peak(8_000) - peak(2_000) < 100_000
 
 
-def test_differences_name_what_differs() -> None:
-    there, here = {"a": 1, "t": {"x": None, "same": 2}}, {"a": 2, "t": {"x": 3, "same": 2}, "new": "v"}
-    assert list(differences(there, here)) == ["a 1, here 2", "t x null, here 3", 'new null, here "v"']
-
-
 KILLED = '''
 import os, signal, sys
 from pathlib import Path
@@ -320,12 +281,3 @@ def test_a_process_killed_at_any_instant_loses_the_shard_in_work_alone(tmp_path:
     again = [int(word) for word in done.stdout.split()]
     # texts that were encoded again: all 8, then those after the first shard, ... and none once all were written
     assert again == sorted(again, reverse=True) and set(again) == {8, 5, 2, 0}
-
-
-def test_embeddings_of_some_rows_come_in_the_order_asked_for(tmp_path: Path) -> None:
-    store = EmbeddingStore.open(write(tmp_path / "store"))
-    rows = [24, 0, 9, 10, 10]
-    np.testing.assert_array_equal(store.take(rows), store.slice(0, ROWS)[rows])
-    assert store.take([]).shape == (0, 4)
-    with pytest.raises(IndexError, match="0 to 24"):
-        store.take([25])
