@@ -216,6 +216,7 @@ _PACKAGES = (
     "numpy",
     "faiss-cpu",
     "faiss-gpu",
+    "pytrec-eval-terrier",
 )
 
 

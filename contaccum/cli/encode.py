@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import Parser, autocast_dtype, load_model
+from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
 from contaccum.errors import ConfigError
 
 # Texts encoded between two steps of the bar; they are sorted by length, so that little is padding.
@@ -32,8 +32,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     from contaccum.data import RecordReport, count_roughly
     from contaccum.files import redact
-    from contaccum.retrieval.encode import encode_texts
-    from contaccum.retrieval.sources import encoding_identity, read_texts, source_file
+    from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts, source_file
     from contaccum.retrieval.store import StoreWriter, check_folder
 
     # What cannot be read or written is refused before a model is loaded.
@@ -99,12 +98,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_shared("output")
     add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
     add("--dtype", choices=("float32", "float16"), default="float32", help="of the store")
-    add("--shard_size", type=int, default=50_000, metavar="ROWS", help="what a killed run loses at most")
+    add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
     add("--overwrite", action="store_true", help="start anew where another store lies")
     parser.add_shared("precision", "batch_size", "query_max_length", "passage_max_length", "on_bad_record")
     parser.add_shared("device", "no_progress", "trust_remote_code")
-    args = parser.parse(argv)
-    for name in ("batch_size", "shard_size"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(args, name)}")
-    return args
+    return parser.parse(argv)

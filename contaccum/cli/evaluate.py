@@ -28,7 +28,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         UserError: for every mistake in the arguments, the data or the model.
     """
     args = _parse(argv)
-    from contaccum.evaluation import compare, tables
+    from contaccum.evaluation import tables
     from contaccum.evaluation.beir import evaluation_sets
     from contaccum.evaluation.metrics import check_k_values, check_metrics
     from contaccum.evaluation.results import read_result
@@ -36,44 +36,43 @@ def run(argv: Sequence[str] | None = None) -> int:
     k_values = check_k_values(args.k_values)
     shown = check_metrics(args.metrics, k_values)
     sets = evaluation_sets(args.data, args.split, args.output)
+    require_writable(args.output)
+    comparison_path = args.output.with_suffix(".compare.json")
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
-    for path in (args.output, *(one.output for one in sets)):
-        require_writable(path)
+    if args.compare and comparison_path in [one.output for one in sets]:
+        raise ConfigError(f"--compare and a set would both be written to {comparison_path}; choose another --output")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night.
     for one in sets:
         dataset = one.read(args.on_bad_record)
-    previous = [compare.read_previous(path, sets, shown[0]) for path in args.compare]
+    only = dataset if len(sets) == 1 else None
+    del dataset  # BEIR's larger sets do not fit in memory together
+    previous = [tables.read_previous(path, sets, shown[0]) for path in args.compare]
 
-    if args.run is not None:
-        records = [_score_run(args, dataset, k_values)]
-    else:
-        records = _evaluate(args, sets, dataset if len(sets) == 1 else None, k_values)
+    records = _evaluate(args, sets, only, k_values) if args.run is None else [_score_run(args, only, k_values)]
     rows = tables.table_rows(sets, records)
     comparisons = []
     if previous:
-        ours = {one.label: compare.scores_of(read_result(one.output), shown[0], one.output) for one in sets}
-        comparisons = [compare.compare(ours, one, sets) for one in previous]
-    sections = [*tables.sections(rows, shown), *map(compare.section, comparisons)]
+        ours = {one.label: tables.scores_of(read_result(one.output), shown[0], one.output) for one in sets}
+        comparisons = [tables.compare(ours, one) for one in previous]
+    found = [tables.table_section(rows, shown), tables.published_section(rows)]
+    sections = [one for one in (*found, *map(tables.comparison_section, comparisons)) if one is not None]
     print(tables.as_text(sections))
 
-    written: dict[Path, Any] = {}
-    several = len(rows) > 1 or "parts" in rows[0]
-    if several:
+    paths = [one.output for one in sets]
+    if len(sets) > 1:
         about = {key: records[0][key] for key in ("model", "tokenisation", "precision", "versions", "git_commit")}
-        about["search"] = {"index": args.index, "k": max(k_values)}
-        written[args.output] = {**about, **tables.as_json(rows, shown)}
-        written[args.output.with_suffix(".csv")] = tables.as_csv(rows, shown)
-    if several or comparisons:
-        title = f"Evaluation of {args.model or args.run}"
-        written[args.output.with_suffix(".md")] = tables.as_markdown(title, sections)
+        about |= {"search": {"index": args.index, "k": max(k_values)}, "shown": shown, "sets": rows}
+        write_json(args.output, {**about, "mean": tables.mean_metrics(rows)})
+        write_text(args.output.with_suffix(".csv"), tables.as_csv(rows, shown))
+        paths += [args.output, args.output.with_suffix(".csv")]
     if comparisons:
-        written[args.output.with_suffix(".compare.json")] = comparisons
-    for path, content in written.items():
-        if path.exists():
-            print(f"replaced: {path}")
-        (write_text if isinstance(content, str) else write_json)(path, content)
-    print("written:", *(one.output for one in sets), *written)
+        write_json(comparison_path, comparisons)
+    if len(sets) > 1 or comparisons:
+        title = f"Evaluation of {args.model or args.run}"
+        write_text(args.output.with_suffix(".md"), tables.as_markdown(title, sections))
+        paths += [comparison_path] * bool(comparisons) + [args.output.with_suffix(".md")]
+    print("written:", *paths)
     return 0
 
 
@@ -87,22 +86,16 @@ def _evaluate(args: argparse.Namespace, sets: Sequence[Any], only: Any, k_values
     plans = [plan_search(model, one.documents, max(k_values), **settings) for one in sets]
     records = []
     for one, plan in zip(sets, plans, strict=True):
-        record, why, replaced = None, "", one.output.exists()
-        if only is None:  # a single set was asked for now; of several, those that are done need not be done again
-            plan |= {
-                "data": {"fingerprint": one.fingerprint, "split": one.split},
-                "metrics": sorted(metric_names(k_values)),
-            }
-            record, why = finished_result(one.output, plan)
-        if record is not None:
-            print(f"kept: {one.output} ({why})")
-        else:
+        plan |= {"metrics": metric_names(k_values), "data": {"fingerprint": one.fingerprint, "split": one.split}}
+        # A single set was asked for now; of several, those that are done need not be done again.
+        record, why = finished_result(one.output, plan) if only is None else (None, "")
+        if why:
+            print(f"{'kept' if record else 'done again'}: {one.output} ({why})")
+        if record is None:
             about = {"show_progress": not args.no_progress, "model_name": args.model}
             result = evaluate_beir(model, only or one.read(args.on_bad_record), k_values, **settings, **about)
             write_result(result, one.output)
             record = result.record()
-            if replaced:
-                print(f"replaced: {one.output}" + (f" ({why})" if why else ""))
         # Scores per query are a gigabyte for all of BEIR.
         records.append({key: value for key, value in record.items() if key != "per_query"})
     return records

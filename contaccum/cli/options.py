@@ -36,8 +36,15 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", **SHARED[name])
 
 
+def positive(text: str) -> int:
+    """A type for options: a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 SHARED: dict[str, dict[str, Any]] = {
-    "batch_size": {"type": int, "default": 32, "metavar": "N", "help": "texts encoded at once"},
+    "batch_size": {"type": positive, "default": 32, "metavar": "N", "help": "texts encoded at once"},
     "precision": {"choices": PRECISIONS, "default": "float32", "help": "that the encoder runs in"},
     "device": {"help": "of the model, such as cpu or cuda:1"},
     "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},

@@ -13,13 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import Parser, autocast_dtype, load_model
+from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import git_commit, package_versions, redact, require_writable, write_json, write_text
-
-_GPU: dict[str, Any] = {"auto": "auto", "yes": True, "no": False}
-# Queries whose results are held as text at a time.
-_WRITTEN = 256
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -29,67 +25,43 @@ def run(argv: Sequence[str] | None = None) -> int:
     the store or the index file.
     """
     args = _parse(argv)
-    from contaccum.retrieval.index import (
-        build_index,
-        check_factory,
-        description_path,
-        find_gpus,
-        load_index,
-        recall_against_exact,
-        save_index,
-        search,
-    )
+    from contaccum.retrieval.index import build_index, check_factory, open_index, recall_against_exact, search
     from contaccum.retrieval.store import EmbeddingStore
 
     record_path = args.output.with_suffix(".json")
     require_writable(record_path)
     store = EmbeddingStore.open(args.store)
-    if store.about["kind"] != "document":
-        raise DataError(f"{args.store}: a store of queries; --store takes one of documents")
     metric = args.similarity or store.similarity
     check_factory(args.index, store.dim, len(store), metric, args.index_parameters)
-    gpu = (_GPU[args.gpu], args.gpu_mode, args.gpu_float16)
-    find_gpus(*gpu)
-
-    timing = {"start": time.perf_counter()}
     ids, queries = _queries(args, store)
-    timing["encode_queries_seconds"] = time.perf_counter()
-    if args.index_file and description_path(args.index_file).exists():
-        print(f"searching {args.index_file}")
-        settings = (args.index, metric, args.index_parameters, find_gpus(*gpu), gpu[0] is True)
-        index = load_index(args.index_file, store, store.fingerprint, *settings)
+
+    started = time.perf_counter()
+    if args.index_file:
+        index = open_index(args.index_file, store, args.index, metric, args.index_parameters)
     else:
-        index = build_index(store, args.index, metric, gpu[0], None, args.index_parameters, *gpu[1:])
-        if args.index_file:
-            save_index(index, args.index_file, store.fingerprint, str(args.store))
-            print(f"written: {args.index_file}")
-    timing["index_seconds"] = time.perf_counter()
+        index = build_index(store, args.index, metric, parameters=args.index_parameters)
+    ready = time.perf_counter()
     scores, rows = search(index, queries, args.top_k, show_progress=not args.no_progress)
-    timing["search_seconds"] = time.perf_counter()
+    seconds = time.perf_counter() - ready
     recall = recall_against_exact(index, queries, rows)
-    timing["recall_seconds"] = time.perf_counter()
-    moments = list(timing.values())
-    seconds = {name: end - start for name, start, end in zip(list(timing)[1:], moments, moments[1:], strict=False)}
 
     tag = re.sub(r"\s+", "_", Path(redact(str(args.model or args.queries))).name) or "contaccum"
     write_text(args.output, _lines(ids, store, scores, rows, tag))
     about = {"index": index.factory, "index_parameters": index.parameters, "k": rows.shape[1], "gpus": index.gpus}
-    about["index_file"] = str(args.index_file) if args.index_file else None
+    about |= {"index_file": args.index_file and str(args.index_file), "recall": recall}
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
         "model": {"name": str(args.model or store.about.get("model_name")), "similarity": metric},
         "queries": {"path": str(args.queries), "count": len(ids)},
-        "search": about | ({"recall": recall} if recall else {}),
-        "timing": seconds,
+        "search": about,
+        "timing": {"index_seconds": ready - started, "search_seconds": seconds},
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
     write_json(record_path, record)
-    speed = len(ids) / max(seconds["search_seconds"], 1e-9)
-    print(f"{len(ids):,} queries over {len(store):,} rows, {speed:,.0f} a second")
+    print(f"{len(ids):,} queries over {len(store):,} rows, {len(ids) / max(seconds, 1e-9):,.0f} a second")
     if recall:
-        found = ", ".join(f"{name} {value:.4f}" for name, value in recall.items() if name != "queries")
-        print(f"against exact search, on {recall['queries']} queries: {found}")
+        print("against exact search:", ", ".join(f"{name} {value:.4g}" for name, value in recall.items()))
     print("written:", args.output, record_path)
     return 0
 
@@ -97,50 +69,43 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     """Ids and embeddings (n, d) of queries from their own store, or encoded now; of the store's own model alone."""
     from contaccum.data import RecordReport
-    from contaccum.data.beir import judged_queries
-    from contaccum.retrieval.encode import encode_texts, model_fingerprint
-    from contaccum.retrieval.sources import read_texts
+    from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
     from contaccum.retrieval.store import ABOUT, EmbeddingStore
 
-    encoded = EmbeddingStore.open(args.queries) if (args.queries / ABOUT).is_file() else None
-    if encoded is not None:
-        if args.split is not None or args.model is not None:
-            what = "--split" if args.split is not None else "the MODEL"
-            raise ConfigError(f"{args.queries}: a store of encoded queries: leave {what} out")
-        if encoded.about["kind"] != "query":
-            raise DataError(f"{args.queries}: a store of documents (encode queries with --kind query)")
-        fingerprint = encoded.about["model"]
-    elif args.model is None:
+    if (args.queries / ABOUT).is_file():
+        if args.model:
+            raise ConfigError(f"{args.queries}: a store of encoded queries: leave the MODEL out")
+        encoded = EmbeddingStore.open(args.queries)
+        _check_model(args, store, encoded.about["model"], encoded.about["kind"])
+        return encoded.ids(range(len(encoded))), encoded.slice(0, len(encoded))
+    if args.model is None:
         raise ConfigError("name a MODEL to encode the queries with, or give a store of encoded queries to --queries")
-    else:
-        report = RecordReport(args.on_bad_record)
-        judged = judged_queries(args.queries, args.split) if args.split else None
-        found = read_texts(args.queries, "query", report)
-        texts = {query.id: query.passage for query in found if judged is None or query.id in judged}
-        report.refuse_if_nothing_left(args.queries, len(texts), "queries")
-        print(report.summary())
-        model = load_model(args.model, args)
-        fingerprint = model_fingerprint(model)
-    if fingerprint != store.about["model"]:
+    report = RecordReport(args.on_bad_record)
+    texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
+    report.refuse_if_nothing_left(args.queries, len(texts), "queries")
+    print(report.summary())
+    model = load_model(args.model, args)
+    _check_model(args, store, model_fingerprint(model), "query")
+    settings = (args.batch_size, autocast_dtype(args), not args.no_progress)
+    return list(texts), encode_texts(model, list(texts.values()), "query", *settings)
+
+
+def _check_model(args: argparse.Namespace, store: Any, model: str | None, kind: str) -> None:
+    if (store.about["kind"], kind) != ("document", "query"):
+        raise DataError(f"{args.store}: of {store.about['kind']}s, {args.queries}: of {kind}s (see encode --kind)")
+    if model != store.about["model"]:
         raise DataError(
             f"{store.folder}: was encoded by another model than {args.model or args.queries} "
             f"({store.about.get('model_name')}): their embeddings cannot be compared (use that model, or encode again)"
         )
-    if encoded is not None:
-        return encoded.ids(range(len(encoded))), encoded.slice(0, len(encoded))
-    settings = (args.batch_size, autocast_dtype(args), not args.no_progress)
-    return list(texts), encode_texts(model, list(texts.values()), "query", *settings)
 
 
 def _lines(queries: list[str], store: Any, scores: Any, rows: Any, tag: str) -> Iterator[str]:
     from contaccum.evaluation.results import trec_lines
 
-    for start in range(0, len(queries), _WRITTEN):
-        part = slice(start, start + _WRITTEN)
-        there = rows[part] >= 0
-        ids = iter(store.ids(rows[part][there]))
-        for query, of_query, hits in zip(queries[part], there, scores[part], strict=True):
-            yield from trec_lines({query: {next(ids): float(score) for score in hits[of_query]}}, tag)
+    for query, of_query, hits in zip(queries, rows, scores, strict=True):
+        found = store.ids(of_query[of_query >= 0])
+        yield from trec_lines({query: dict(zip(found, hits.tolist(), strict=False))}, tag)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -150,21 +115,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--store", type=Path, required=True, metavar="FOLDER", help="documents that contaccum encode wrote")
     forms = "jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries"
     add("--queries", type=Path, required=True, metavar="PATH", help=forms)
-    add("--split", help="of a BEIR folder: only the queries that qrels/SPLIT.tsv judges; default: all")
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help="and RUN.json beside it")
-    add("--top_k", type=int, default=100, metavar="K", help="documents per query")
+    add("--top_k", type=positive, default=100, metavar="K", help="documents per query")
     parser.add_shared("index", "index_parameters")
     add("--index_file", type=Path, metavar="PATH", help="map this index; where there is none, build it and write it")
-    add("--gpu", choices=tuple(_GPU), default="auto", help="for the search: auto takes those that FAISS sees")
-    add("--gpu_mode", choices=("replicate", "shard"), default="replicate", help="a copy on each GPU, or a part")
-    add("--gpu_float16", action="store_true", help="vectors on the GPU in half the memory")
     parser.add_shared("similarity", "batch_size", "precision", "query_max_length", "on_bad_record")
     parser.add_shared("device", "no_progress", "trust_remote_code")
     parser.set_defaults(passage_max_length=None)
     args = parser.parse(argv)
-    for name in ("top_k", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(args, name)}")
     if args.output.suffix != ".trec":
         raise ConfigError(f"{args.output}: the output is a run in TREC's format; end its name in .trec")
     if args.index_file and args.index == "Flat":

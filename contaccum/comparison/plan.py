@@ -9,20 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import yaml
-
 from contaccum.errors import ConfigError, check_choice
-from contaccum.files import fingerprint
 from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, METHODS, ContAccumTrainingArguments
-from contaccum.training.config import DataArguments, ModelArguments, as_options, parse, unknown_key
-
-Options = dict[
-    str, list[str]
-]  # key -> what the parser of `contaccum train` gets for it, such as ["--bank_size", "512"]
+from contaccum.training.config import DataArguments, ModelArguments, as_options, parse
 
 KEYS = frozenset(f.name for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments) for f in fields(cls))
 # Settings of the loss that every method has; the others are the bank's.
@@ -43,17 +36,7 @@ class Entry:
 
     name: str
     method: str
-    overrides: Mapping[str, str | None]
-
-    def labels(self, cell: Mapping[str, str], grid: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """The grid's values that count for it in a cell; one that it sets itself is the same in every cell."""
-        found: dict[str, str] = {}
-        for key, value in cell.items():
-            if key not in self.overrides:
-                found |= {key: value} if applies(key, self.method) else {}
-            elif own := [value for value in grid[key] if _same(self.overrides[key], value)]:
-                found[key] = own[0]
-        return found
+    overrides: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,8 +44,9 @@ class Group:
     """The runs that differ by nothing but the seed.
 
     Attributes:
+        entry: name of the entry.
+        labels: the grid's values that count for it.
         options: what the parser of `contaccum train` gets, but for the seed and a folder.
-        arguments: the settings that are not at their default, the seed apart; they decide what the runs compute.
         parsed: model, data and training arguments, as the parser understood the options.
     """
 
@@ -71,12 +55,16 @@ class Group:
     method: str
     labels: Mapping[str, str]
     options: Sequence[str]
-    arguments: Mapping[str, Any]
     parsed: tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]
 
     def run(self, seed: int) -> str:
         """The name of a run, and of its folder."""
         return f"{self.name}_seed-{seed}"
+
+    def arguments(self) -> dict[str, Any]:
+        """The settings that are not at their default, the seed apart; they decide what the runs compute."""
+        default = _values(ModelArguments(), DataArguments(), ContAccumTrainingArguments(output_dir="unused"))
+        return {key: value for key, value in _values(*self.parsed).items() if default.get(key) != value}
 
 
 @dataclass(frozen=True)
@@ -86,8 +74,8 @@ class Plan:
     Attributes:
         grid: key -> values, as the user wrote them.
         groups: by name, in the order of the report.
-        cells: for each cell of the grid its values, and entry -> name of its group there: of the baseline, and of all
-            but the variants that set another of the grid's values themselves.
+        cells: for each cell of the grid, entry -> name of its group there: of the baseline, and of all but the variants
+            that set another of the grid's values themselves.
     """
 
     entries: Sequence[Entry]
@@ -95,7 +83,90 @@ class Plan:
     seeds: Sequence[int]
     baseline: str
     groups: Mapping[str, Group]
-    cells: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]
+    cells: Sequence[Mapping[str, str]]
+
+
+def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
+    """Config files, then ``--key value`` of the command line, as key -> tokens for the parser of `contaccum train`.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a key that a comparison sets itself.
+    """
+    read = _by_key([token for name in files for token in as_options(name, KEYS)])
+    # What a config says for `contaccum train` is replaced; what is asked of a comparison is answered.
+    options = {key: tokens for key, tokens in read.items() if key not in _NOT_IN_A_COMPARISON}
+    asked = _by_key(given)
+    _refuse(asked, "on the command line")
+    return options | asked
+
+
+def read_grid(given: Sequence[str]) -> dict[str, list[str]]:
+    """``key=value,value`` to key -> values as text."""
+    grid: dict[str, list[str]] = {}
+    for text in given:
+        key, _, values = text.partition("=")
+        if not all(found := values.split(",")):
+            raise ConfigError(f"--grid {text}: write key=value,value")
+        grid[key] = list(dict.fromkeys(found))
+    _refuse(grid, "in --grid")
+    return grid
+
+
+def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[Entry]:
+    """The methods, then the variants, each ``[NAME, key=value, ...]``; a variant that names no method is contaccum.
+
+    Raises:
+        ConfigError: an unknown method, or a name that is taken.
+    """
+    entries = [Entry(method, method, {}) for method in dict.fromkeys(methods)]
+    for name, *pairs in variants:
+        if "=" in name or name in [entry.name for entry in entries] or not all("=" in pair for pair in pairs):
+            raise ConfigError(f"--variant {name} {' '.join(pairs)}: write a name that is not taken, then key=value ...")
+        overrides = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+        method = overrides.pop("method", "contaccum")
+        _refuse(overrides, f"in --variant {name}")
+        entries.append(Entry(name, method, overrides))
+    for entry in entries:
+        check_choice(f"{entry.name}: method", entry.method, METHODS)
+    if not entries:
+        raise ConfigError("nothing to compare: give --methods, or a --variant")
+    return entries
+
+
+def make_plan(
+    options: Mapping[str, Sequence[str]],
+    entries: Sequence[Entry],
+    grid: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    baseline: str | None = None,
+) -> Plan:
+    """Work out the runs and check each one's arguments.
+
+    Args:
+        options, entries, grid: as :func:`read_options`, :func:`read_entries` and :func:`read_grid` give them.
+        baseline: the entry that the others are compared with; None: grad_accum, or else the first.
+
+    Raises:
+        ConfigError: arguments that the trainer would refuse, or that cannot be compared.
+    """
+    names = [entry.name for entry in entries]
+    baseline = baseline or ("grad_accum" if "grad_accum" in names else names[0])
+    check_choice("--baseline", baseline, names)
+    groups: dict[str, Group] = {}
+    cells: list[dict[str, str]] = []
+    for values in itertools.product(*grid.values()):
+        cell = dict(zip(grid, values, strict=True))
+        cells.append({})
+        for entry in entries:
+            labels = _labels(entry, cell, grid)
+            if entry.name == baseline or labels.items() <= cell.items():
+                group = _group(entry, labels, options)
+                known = groups.setdefault(group.name, group)
+                if (known.entry, known.labels) != (group.entry, group.labels):
+                    raise ConfigError(f"two settings would share the folder {group.name}: compare them apart")
+                cells[-1][entry.name] = group.name
+    ordered = sorted(groups.values(), key=lambda group: names.index(group.entry))
+    return Plan(entries, grid, list(dict.fromkeys(seeds)), baseline, {group.name: group for group in ordered}, cells)
 
 
 def applies(key: str, method: str) -> bool:
@@ -107,26 +178,8 @@ def applies(key: str, method: str) -> bool:
     return method in BANK_METHODS or key not in LOSS_SETTINGS or key in _OF_EVERY_LOSS
 
 
-def read_options(files: Sequence[str], given: Sequence[str], own: Sequence[str] = ()) -> Options:
-    """Config files, then ``--key value`` of the command line, as one mapping; later ones override.
-
-    Args:
-        own: options of compare itself, among which the closest is looked for as well.
-
-    Raises:
-        ConfigError: a file that cannot be read, an unknown key, one that a comparison sets itself.
-    """
-    read = _by_key([token for name in files for token in as_options(name, KEYS)])
-    # What a config says for `contaccum train` is replaced; what is asked of a comparison is answered.
-    options = {key: tokens for key, tokens in read.items() if key not in _NOT_IN_A_COMPARISON}
-    asked = _by_key(given)
-    for key in asked:
-        _check_key(key, "on the command line", own)
-    return options | asked
-
-
-def _by_key(tokens: Sequence[str]) -> Options:
-    options: Options = {}
+def _by_key(tokens: Sequence[str]) -> dict[str, list[str]]:
+    options: dict[str, list[str]] = {}
     key = ""
     for token in tokens:
         if token.startswith("--"):
@@ -139,115 +192,51 @@ def _by_key(tokens: Sequence[str]) -> Options:
     return options
 
 
-def _check_key(key: str, where: str, own: Sequence[str] = ()) -> None:
-    if key in _NOT_IN_A_COMPARISON:
-        raise ConfigError(f"{key} {where}: {_NOT_IN_A_COMPARISON[key]}")
-    if key not in KEYS:
-        raise unknown_key(key, KEYS.union(own), where)
+def _refuse(keys: Iterable[str], where: str) -> None:
+    for key in keys:
+        if key in _NOT_IN_A_COMPARISON:
+            raise ConfigError(f"{key} {where}: {_NOT_IN_A_COMPARISON[key]}")
 
 
-def read_grid(given: Sequence[str]) -> dict[str, list[str]]:
-    """``key=value,value`` to key -> values as text; each value is a YAML scalar, ``null`` the argument's default."""
-    grid: dict[str, list[str]] = {}
-    for text in given:
-        key, _, values = text.partition("=")
-        try:
-            found: Any = yaml.load(f"[{values}]", Loader=yaml.BaseLoader)  # every scalar as it is written
-        except yaml.YAMLError:
-            found = None
-        if not found or not all(isinstance(value, str) and value for value in found):
-            raise ConfigError(f"--grid {text}: write key=value,value, with YAML scalars between the commas")
-        _check_key(key, "in --grid")
-        if key in grid:
-            raise ConfigError(f"--grid has {key} twice: write {key}=value,value")
-        grid[key] = list(dict.fromkeys(found))
-    return grid
+def _labels(entry: Entry, cell: Mapping[str, str], grid: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The grid's values that count for an entry in a cell; one that it sets itself is the same in every cell."""
+    labels: dict[str, str] = {}
+    for key, value in cell.items():
+        if key in entry.overrides:
+            labels.update((key, other) for other in grid[key] if _same(other, entry.overrides[key]))
+        elif applies(key, entry.method):
+            labels[key] = value
+    return labels
 
 
-def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[Entry]:
-    """The methods, then the variants, each ``[NAME, key=value, ...]``; a variant that names no method is contaccum.
-
-    Raises:
-        ConfigError: an unknown method or key, or a name that is taken.
-    """
-    entries = [Entry(method, method, {}) for method in dict.fromkeys(methods)]
-    for name, *pairs in variants:
-        if "=" in name or name in [entry.name for entry in entries] or not all("=" in pair for pair in pairs):
-            raise ConfigError(f"--variant {name} {' '.join(pairs)}: write a name that is not taken, then key=value ...")
-        overrides = {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
-        method = overrides.pop("method", None) or "contaccum"
-        for key in overrides:
-            _check_key(key, f"in --variant {name}")
-        entries.append(Entry(name, method, overrides))
-    for entry in entries:
-        check_choice(f"{entry.name}: method", entry.method, METHODS)
-    if not entries:
-        raise ConfigError("nothing to compare: give --methods, or a --variant")
-    return entries
-
-
-def _value(text: str) -> str | None:
-    """What the parser gets for a scalar: None, to leave the argument at its default, for YAML's null."""
+def _same(a: str, b: str) -> bool:
     try:
-        value = yaml.safe_load(text) if text else text
-    except yaml.YAMLError:  # a text all the same: the parser decides
-        return text
-    return None if value is None else str(value).lower() if isinstance(value, bool) else text
-
-
-def _same(override: str | None, value: str) -> bool:
-    """Whether a variant's setting is this value of the grid: 5e-5 is 0.00005."""
-    try:
-        return float(str(override)) == float(value)
+        return float(a) == float(b)  # 5e-5 is 0.00005
     except ValueError:
-        return override == _value(value)
+        return a == b
 
 
-def make_plan(
-    options: Options,
-    entries: Sequence[Entry],
-    grid: Mapping[str, Sequence[str]],
-    seeds: Sequence[int],
-    baseline: str | None = None,
-) -> Plan:
-    """Work out the runs and check each one's arguments.
-
-    Args:
-        baseline: the entry that the others are compared with; None: grad_accum, or else the first.
-
-    Raises:
-        ConfigError: arguments that the trainer would refuse, or that cannot be compared.
-    """
-    names = [entry.name for entry in entries]
-    baseline = baseline or ("grad_accum" if "grad_accum" in names else names[0])
-    check_choice("--baseline", baseline, names)
-    groups: dict[str, Group] = {}
-    cells: list[tuple[dict[str, str], dict[str, str]]] = []
-    for values in itertools.product(*grid.values()):
-        cell = dict(zip(grid, values, strict=True))
-        cells.append((cell, {}))
-        for entry in entries:
-            labels = entry.labels(cell, grid)
-            if entry.name != baseline and not labels.items() <= cell.items():
-                continue
-            changes = {**entry.overrides, **{key: _value(value) for key, value in labels.items()}}
-            tokens = [*_tokens(entry.method, options, changes), "--save_strategy=no", "--disable_tqdm=true"]
-            if entry.method == "in_batch":
-                tokens, labels = _one_batch(tokens, labels)
-            name = _slug(entry.name, labels)
-            cells[-1][1][entry.name] = name
-            groups[name] = groups.get(name) or _group(name, entry, labels, tokens)
-    ordered = sorted(groups.values(), key=lambda group: names.index(group.entry))
-    return Plan(entries, grid, list(seeds), baseline, {group.name: group for group in ordered}, cells)
-
-
-def _tokens(method: str, options: Options, changes: Mapping[str, str | None]) -> list[str]:
-    """The options that mean something to a method, with changes; None leaves an argument at its default."""
-    found = [
-        token for key, tokens in options.items() if applies(key, method) and key not in changes for token in tokens
-    ]
-    # One token with "=", so that a value may start with a dash.
-    return [f"--method={method}", *found, *(f"--{key}={value}" for key, value in changes.items() if value is not None)]
+def _group(entry: Entry, labels: dict[str, str], options: Mapping[str, Sequence[str]]) -> Group:
+    changes = {**labels, **entry.overrides}
+    kept = [tokens for key, tokens in options.items() if key not in changes and applies(key, entry.method)]
+    # Changes are one token with "=" each, so that a value may start with a dash.
+    tokens = [f"--method={entry.method}", *itertools.chain(*kept), *(f"--{key}={x}" for key, x in changes.items())]
+    tokens += ["--save_strategy=no", "--disable_tqdm=true"]
+    if entry.method == "in_batch":
+        tokens, labels = _one_batch(tokens, labels)
+    # A folder's name that says what is in it, in characters that a folder's name may have.
+    words = [entry.name, *(f"{key}-{value}" for key, value in labels.items())]
+    name = "_".join(re.sub(r"[^A-Za-z0-9._+-]+", "-", word)[-60:] for word in words)
+    parsed = _parse(name, tokens)
+    args = parsed[2]
+    if args.eval_strategy != "no":
+        raise ConfigError(f"{name}: eval_strategy in a comparison: drop it, and use --eval_updates N instead")
+    if args.dataloader_drop_last:
+        why = "drops other pairs at another batch size, so that the methods would not see the same data"
+        raise ConfigError(f"{name}: dataloader_drop_last=true {why}. Drop it")
+    if args.world_size > 1:
+        raise ConfigError("a comparison starts its own processes: start it without torchrun")
+    return Group(name, entry.name, entry.method, labels, tokens, parsed)
 
 
 def _one_batch(tokens: list[str], labels: dict[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -266,33 +255,6 @@ def _parse(name: str, tokens: Sequence[str]) -> tuple[ModelArguments, DataArgume
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _group(name: str, entry: Entry, labels: Mapping[str, str], tokens: list[str]) -> Group:
-    parsed = _parse(name, tokens)
-    args = parsed[2]
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
-        raise ConfigError(f"{name}: eval_strategy in a comparison: drop it, and use --eval_updates N instead")
-    if args.dataloader_drop_last:
-        raise ConfigError(
-            f"{name}: dataloader_drop_last=true drops other pairs at another batch size, so that the methods would not "
-            "see the same data. Drop it"
-        )
-    if args.world_size > 1:
-        raise ConfigError("a comparison starts its own processes: start it without torchrun")
-    default = _values(ModelArguments(), DataArguments(), ContAccumTrainingArguments(output_dir="unused"))
-    arguments = {key: value for key, value in _values(*parsed).items() if default.get(key) != value}
-    return Group(name, entry.name, entry.method, labels, tokens, arguments, parsed)
-
-
 def _values(model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments) -> dict[str, Any]:
     found = {**asdict(model), **asdict(data), **args.to_dict()}
     return json.loads(json.dumps({key: value for key, value in found.items() if key not in _PLACES}, default=str))
-
-
-def _slug(entry: str, labels: Mapping[str, str]) -> str:
-    """A folder's name that says what is in it."""
-    parts = []
-    for text in (entry, *(f"{key}-{value}" for key, value in labels.items())):
-        plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text)
-        # Two values must not meet in one folder because of what a folder's name cannot hold.
-        parts.append(plain if plain == text else f"{plain[-40:]}-{fingerprint(text)[:6]}")
-    return "_".join(parts)

@@ -5,6 +5,7 @@ Reads what the runs left; trains and draws nothing. The tables are those of repo
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ from contaccum.evaluation.metrics import holm, paired_bootstrap
 if TYPE_CHECKING:
     from contaccum.comparison.plan import Group, Plan
 
-# Metric as evaluate_beir names it -> as a report does. The first is the one that curves and maps show.
+# Metric as evaluate_beir names it -> as a report does. The first is the one that curves show.
 METRICS = {"NDCG@10": "nDCG@10", "Recall@100": "Recall@100", "MRR@10": "MRR@10", "Accuracy@20": "Top-20 accuracy"}
-RESAMPLES, BOOTSTRAP_SEED = 10_000, 0
+RESAMPLES = 10_000
 
 NOTES = f"""\
 Mean and standard deviation (sd) are over seeds. A difference is to the baseline in the same cell of the grid; its
@@ -57,7 +58,7 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         "seeds": list(plan.seeds),
         "grid": {key: list(values) for key, values in plan.grid.items()},
         "entries": [{"name": e.name, "method": e.method, "overrides": dict(e.overrides)} for e in plan.entries],
-        "statistics": {"resamples": RESAMPLES, "bootstrap_seed": BOOTSTRAP_SEED, "confidence": 0.95},
+        "statistics": {"resamples": RESAMPLES, "bootstrap_seed": 0, "confidence": 0.95},
         "warnings": [*_unfair(plan, results), *_mixed(results)],
         "failed": dict(failed),
         "groups": {name: _summary(plan.groups[name], by_seed) for name, by_seed in found.items()},
@@ -68,19 +69,21 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
 
 def _summary(group: Group, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Means over seeds of what a group's finished runs measured."""
+    results = list(by_seed.values())
     about: dict[str, Any] = {
         "entry": group.entry,
         "method": group.method,
         "labels": dict(group.labels),
         "seeds": list(by_seed),
+        "updates": sorted({result["updates"] for result in results}),
+        "pairs_per_update": group.parsed[2].total_train_batch_size,
+        "metrics": {},
     }
-    about |= {"updates": sorted({result["updates"] for result in by_seed.values()})}
-    about |= {"pairs_per_update": group.parsed[2].total_train_batch_size, "metrics": {}}
-    for data in next(iter(by_seed.values()))["evaluations"] if by_seed else ():
-        scored = [result["evaluations"][data]["metrics"] for result in by_seed.values()]
+    for data in results[0]["evaluations"] if results else ():
+        scored = [result["evaluations"][data]["metrics"] for result in results]
         about["metrics"][data] = {metric: _mean([scores[metric] for scores in scored]) for metric in METRICS}
     for key, average, _ in COST.values():
-        values = [result[key] for result in by_seed.values() if result[key] is not None]
+        values = [result[key] for result in results if result[key] is not None]
         about[key] = average(values) if values else None
     return about
 
@@ -100,23 +103,16 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -
     set and metric.
     """
     rows: list[dict[str, Any]] = []
-    for labels, name, baseline in _pairs(plan):
+    for (name, baseline), labels in _pairs(plan).items():
         seeds = [seed for seed in found[name] if seed in found[baseline]]
+        about = {"group": name, "baseline_group": baseline, "entry": plan.groups[name].entry, "labels": labels}
         for data in found[name][seeds[0]]["evaluations"] if seeds else ():
             mine, theirs = ([found[n][seed]["evaluations"][data] for seed in seeds] for n in (name, baseline))
             for metric in METRICS:
-                a, b = query_means(mine, metric), query_means(theirs, metric)
+                a, b = _query_means(mine, metric), _query_means(theirs, metric)
                 by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
-                row: dict[str, Any] = {
-                    "group": name,
-                    "baseline_group": baseline,
-                    "entry": plan.groups[name].entry,
-                    "labels": labels,
-                }
-                row |= {"data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
-                row |= paired_bootstrap(
-                    list(a.values()), [b[query] for query in a], RESAMPLES, BOOTSTRAP_SEED
-                )._asdict()
+                row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
+                row |= paired_bootstrap(list(a.values()), [b[query] for query in a], RESAMPLES)._asdict()
                 rows.append({**row, "difference_by_seed": by_seed, "sd_over_seeds": _sd(by_seed)})
     for family in {(row["data"], row["metric"]) for row in rows}:
         members = [row for row in rows if (row["data"], row["metric"]) == family]
@@ -125,26 +121,24 @@ def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -
     return rows
 
 
-def query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+def _query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
     """{query: score} of a metric, averaged over what the runs of several seeds scored on one data set."""
     by_seed = [dict(zip(one["query_ids"], one["per_query"][metric], strict=True)) for one in evaluations]
     return {query: statistics.fmean(scores[query] for scores in by_seed) for query in by_seed[0]}
 
 
-def _pairs(plan: Plan) -> list[tuple[dict[str, str], str, str]]:
-    """(labels, group, baseline's group), each pair once, though it may fill several cells of the grid."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell, members in plan.cells:
-        baseline = members[plan.baseline]
-        theirs = plan.groups[baseline].labels
+def _pairs(plan: Plan) -> dict[tuple[str, str], dict[str, str]]:
+    """{(group, its baseline's group): labels}, each pair once, though it may fill several cells of the grid."""
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    for members in plan.cells:
+        baseline = plan.groups[members[plan.baseline]]
+        # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
+        theirs = {key: f"({value})" for key, value in baseline.labels.items()}
         for name in members.values():
-            own = plan.groups[name].labels
-            # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
-            labels = {key: own.get(key, f"({theirs[key]})" if key in theirs else "") for key in cell}
-            if name != baseline:
-                rows.setdefault((name, baseline), labels)
+            if name != baseline.name:
+                pairs[name, baseline.name] = {**theirs, **plan.groups[name].labels}
     order = list(plan.groups)
-    return [(rows[pair], *pair) for pair in sorted(rows, key=lambda pair: order.index(pair[0]))]
+    return dict(sorted(pairs.items(), key=lambda pair: order.index(pair[0][0])))
 
 
 def _unfair(plan: Plan, results: Results) -> list[str]:
@@ -156,15 +150,13 @@ def _unfair(plan: Plan, results: Results) -> list[str]:
         "updates": "made another number of updates",
     }
     said: set[str] = set()
-    for _, members in plan.cells:
-        for seed in plan.seeds:
-            # The baseline's first: it is what the others are compared with, if it was finished.
-            names = [plan.groups[name].run(seed) for name in (members[plan.baseline], *members.values())]
-            first, *others = [results[name] for name in names if name in results] or [{}]
-            for other in others:
-                for key, phrase in checks.items():
-                    if other[key] != first[key]:
-                        said.add(f"{other['name']} {phrase} than {first['name']}")
+    for members, seed in itertools.product(plan.cells, plan.seeds):
+        # The baseline's first: it is what the others are compared with, if it was finished.
+        names = [plan.groups[name].run(seed) for name in (members[plan.baseline], *members.values())]
+        first, *others = [results[name] for name in names if name in results] or [{}]
+        for other, (key, phrase) in itertools.product(others, checks.items()):
+            if other[key] != first[key]:
+                said.add(f"{other['name']} {phrase} than {first['name']}")
     return sorted(said)
 
 

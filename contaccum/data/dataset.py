@@ -14,27 +14,29 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.data.columns import RecordRules, parse_columns
+from contaccum.data.columns import RecordRules
 from contaccum.data.msmarco import qrels_file
-from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, sniff_format
+from contaccum.data.readers import JUDGED, DataFormat, Source, source_of
 from contaccum.data.records import Fault, OnBadRecord, RecordReport, name_of, one_line
 from contaccum.data.sampling import (
+    DROPPED,
+    NONE_LISTED,
     EpochSampling,
     MissingNegatives,
     PositivesUsed,
     Selection,
     as_rows,
     several_positives,
+    stream_rows,
     text_hash,
 )
-from contaccum.data.streams import DROPPED, NONE_LISTED, Source, stream_rows
-from contaccum.errors import ConfigError, DataError, UserError, check_choice
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import AnyPath, cache_folder, fingerprint, read_json, write_json
 from contaccum.files import Fingerprint as Content
 
@@ -130,14 +132,13 @@ def load_training_data(
         DataError: the source cannot be used, a bad record under "stop", no row is left, no record has a negative and
             some were asked for, or the cache cannot be written.
     """
-    check_choice("data_format", data_format, (None, *DATA_FORMATS))
     selection = Selection(num_hard_negatives, positives, negatives_from, draw_negatives, missing_negatives)
     if topic_column is not None and re.fullmatch("query|positive|negative_[0-9]+", topic_column):
         raise ConfigError(
             f"topic_column={topic_column} is the name of a text column (call the topic's field otherwise)"
         )
-    mapping = parse_columns(columns)
-    found = data_format or sniff_format(path, mapping)
+    source = source_of(path, data_format, split, columns, RecordRules(title_separator, None, topic_column))
+    found, report = source.data_format, RecordReport(on_bad_record)
     if num_hard_negatives and not negatives_to_come and (found == "beir" or data_format == "pairs"):
         mend = "mine them first, or set num_hard_negatives to 0"
         raise ConfigError(
@@ -146,22 +147,21 @@ def load_training_data(
     selection = selection.resolved(found)
     # Published triples list hundreds of negatives: no more are read than are sampled from.
     most = (selection.negatives_from or num_hard_negatives) if num_hard_negatives else 0
-    limit = most if found == "msmarco" and os.path.isdir(path) else None
-    rules = RecordRules(title_separator, limit, topic_column)
-    source = Source(Path(path), found, split, on_bad_record, mapping, rules)
+    if found == "msmarco" and source.path.is_dir():
+        source = replace(source, rules=replace(source.rules, num_negatives=most))
     if streaming:
-        report = RecordReport(on_bad_record)
         rows = stream_rows(source, selection, report, shuffle_buffer_size, seed)
-        content = fingerprint(source.key(streaming=True), *astuple(selection), shuffle_buffer_size)
+        content = source.key("stream", on_bad_record, *astuple(selection), shuffle_buffer_size)
         return TrainingData(rows, report, content, found, source.path, name_of(path))
-    return _stored(source, selection, negatives_to_come, data_format is None)
+    return _stored(source, selection, report, negatives_to_come, data_format is None)
 
 
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
-def _stored(source: Source, selection: Selection, negatives_to_come: bool, sniffed: bool) -> TrainingData:
-    report = RecordReport(source.on_bad_record)
+def _stored(
+    source: Source, selection: Selection, report: RecordReport, negatives_to_come: bool, sniffed: bool
+) -> TrainingData:
     folder, records, about = _cached(source, report)
     report.restore(about["report"])
     counts = np.memmap(folder / _COUNTS, dtype="<i4", mode="r").reshape(-1, 2).T
@@ -202,7 +202,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Path, Dataset, dict[s
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
 
-    key = source.key()
+    key = source.key(report.on_bad_record)
     folder = cache_folder("datasets", key[:32])
     text, whole = Value("string"), Value("int64")
     features = Features(query=text, positives=List(text), negatives=List(text), topic=text, line=whole)
@@ -249,8 +249,9 @@ def _written(source: Source, report: RecordReport, folder: Path) -> Iterator[dic
     pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
     known = several_positives(pairs)
     known.tofile(folder / _KNOWN)
-    # Queries with one positive alone are not among those known, and their pairs occur again as often as they do.
-    mixed = np.sort(pairs[:, 0] * np.int64(-7046029254386353131) + pairs[:, 1])
+    mixed = pairs[:, 0] * np.int64(-7046029254386353131)  # an odd number: one number for each pair
+    mixed += pairs[:, 1]
+    mixed.sort()
     about = {
         "records": count,
         "known": len(known),
@@ -316,9 +317,12 @@ def _rows(
                 "too few hard negatives", detail, "lower num_hard_negatives, or set missing_negatives to fill"
             )
             report.reject(file, records[place]["line"], fault, int(lost[place]))
-    kept = np.flatnonzero(~short) if selection.missing_negatives != "fill" else np.arange(len(short))
-    if selection.positives != "all" or (positives[kept] == 1).all():
-        return None if len(kept) == len(short) else np.column_stack([kept, np.zeros_like(kept)])
+    whole = selection.missing_negatives == "fill" or not short.any()
+    if whole and (selection.positives != "all" or positives.max() == 1):
+        return None
+    kept = np.arange(len(short)) if whole else np.flatnonzero(~short)
+    if selection.positives != "all":
+        return np.column_stack([kept, np.zeros_like(kept)])
     each = positives[kept].astype(np.int64)
     which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
     return np.column_stack([np.repeat(kept, each), which])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,9 +37,17 @@ from contaccum.data.records import (
     read_lines,
     take,
 )
-from contaccum.data.tables import DELIMITERS, csv_rows, has_known_columns, hub_rows, parquet_rows, split_header
+from contaccum.data.tables import (
+    DELIMITERS,
+    csv_rows,
+    has_known_columns,
+    hub_rows,
+    load_hub,
+    parquet_rows,
+    split_header,
+)
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath
+from contaccum.files import AnyPath, fingerprint
 
 DataFormat = Literal["beir", "dpr", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
 DATA_FORMATS: tuple[DataFormat, ...] = (
@@ -50,9 +59,11 @@ NAMED_COLUMNS: tuple[DataFormat, ...] = ("pairs", "triplets", "csv", "parquet", 
 # A record of these is a query with all its judgements, each of which is a pair. There is no place for a topic.
 JUDGED: tuple[DataFormat, ...] = ("beir", "msmarco")
 
+_FORMAT = 1  # to be raised when the readers or the cache change, so that older files are not taken for new
+
 
 def read_records(
-    source: AnyPath,
+    path: AnyPath,
     data_format: DataFormat | None = None,
     split: str = "train",
     columns: Mapping[str, str] | None = None,
@@ -62,12 +73,12 @@ def read_records(
     topic_column: str | None = None,
     streaming: bool = False,
 ) -> Iterator[Record]:
-    """Yield the records of `source`, each a query with its positives and negatives in the order of the file.
+    """Yield the records of `path`, each a query with its positives and negatives in the order of the file.
 
     The formats are described in docs/data.md.
 
     Args:
-        source: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face dataset.
+        path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face dataset.
         data_format: one of `DATA_FORMATS`; None: told from the content.
         split: of a BEIR or MS MARCO folder, or of a dataset; a file has no splits, and there it does nothing.
         columns: {"query": name, "positive": name, "negatives": name, "title": name}, or some of them, for records
@@ -84,68 +95,83 @@ def read_records(
         DataError: at once where the format cannot be told; while reading, where the source or, under "stop", a
             record cannot be used.
     """
-    report = RecordReport() if report is None else report
-    rules = RecordRules(title_separator, num_negatives, topic_column)
-    numbered = read_numbered(source, data_format, split, columns, report, rules, streaming)
-    return (record for _, record in numbered)
+    source = source_of(path, data_format, split, columns, RecordRules(title_separator, num_negatives, topic_column))
+    return (record for _, record in source.records(RecordReport() if report is None else report, streaming))
 
 
-def read_numbered(
-    source: AnyPath,
-    data_format: DataFormat | None,
-    split: str,
-    columns: Mapping[str, str] | None,
-    report: RecordReport,
-    rules: RecordRules,
-    streaming: bool = False,
-) -> Iterator[tuple[int, Record]]:
-    """`read_records`, each with the line (row, number) at which it starts; 0 where that is not known."""
-    mapping, path = parse_columns(columns), Path(source)
+def source_of(
+    path: AnyPath,
+    data_format: DataFormat | None = None,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    rules: RecordRules = RecordRules(),  # noqa: B008  # frozen
+) -> Source:
+    """Where records come from; arguments and what is raised at once as of `read_records`."""
+    mapping = parse_columns(columns)
     check_choice("data_format", data_format, (None, *DATA_FORMATS))
-    found = data_format or sniff_format(source, mapping)
+    found = data_format or sniff_format(path, mapping)
     if mapping and found not in NAMED_COLUMNS:
         mend = f"drop data_columns, or set data_format to one of {', '.join(NAMED_COLUMNS)}"
-        raise ConfigError(f"data_columns is set, but data_format={found} has names of its own: {source} ({mend})")
+        raise ConfigError(f"data_columns is set, but data_format={found} has names of its own: {path} ({mend})")
     if rules.topic_column is not None and found in JUDGED:
         raise ConfigError(
-            f"topic_column={rules.topic_column}, but data_format={found} has no topics: {source} (write it as pairs)"
+            f"topic_column={rules.topic_column}, but data_format={found} has no topics: {path} (write it as pairs)"
         )
-    if found == "beir":
-        pairs = read_judged_pairs(path, split, report, rules.title_separator)
-        return ((0, Record(query, positives, [])) for query, positives in pairs)
-    if found == "msmarco" and not path.is_file():
-        judged = read_msmarco(path, split, rules.num_negatives, report)
-        return ((line, Record(query, positives, negatives)) for line, query, positives, negatives in judged)
-    return _read_rows(source, found, split, Fields(mapping), rules, report, streaming)
+    return Source(Path(path), found, split, mapping, rules)
 
 
-def _read_rows(
-    source: AnyPath,
-    found: DataFormat,
-    split: str,
-    fields: Fields,
-    rules: RecordRules,
-    report: RecordReport,
-    streaming: bool,
-) -> Iterator[tuple[int, Record]]:
-    path, needed = Path(source), partial(fields.needed, topic_column=rules.topic_column)
-    parse: Callable[[Any], Record] = partial(fields.read, rules=rules)
-    if found == "dpr":
-        rows, parse = read_json_array(path), partial(_dpr_record, rules=rules, report=report)
-    elif found == "tevatron":
-        rows, parse = read_json_lines(path), partial(_tevatron_record, rules=rules)
-    elif found == "msmarco":
-        rows, parse = read_lines(path), partial(_text_triple, rules=rules)
-    elif found == "csv":
-        rows = csv_rows(path, fields, needed)
-    elif found == "parquet":
-        rows = parquet_rows(path, needed)
-    elif found == "hub":
-        rows = hub_rows(str(source), split, needed, streaming)
-    else:
-        rows = read_json_lines(path)
-    yield from take(source, rows, parse, report)
-    fields.refuse_unseen(source)
+@dataclass(frozen=True)
+class Source:
+    """A file, folder or data set of a known format, and how its records are read."""
+
+    path: Path
+    data_format: DataFormat
+    split: str
+    columns: Mapping[str, str]
+    rules: RecordRules
+
+    def records(self, report: RecordReport, streaming: bool = False) -> Iterator[tuple[int, Record]]:
+        """Records, each with the line (row, number) at which it starts; 0 where that is not known."""
+        path, rules, fields = self.path, self.rules, Fields(self.columns)
+        if self.data_format == "beir":
+            for query, positives in read_judged_pairs(path, self.split, report, rules.title_separator):
+                yield 0, Record(query, positives, [])
+            return
+        if self.data_format == "msmarco" and not path.is_file():
+            for line, query, positives, negatives in read_msmarco(path, self.split, rules.num_negatives, report):
+                yield line, Record(query, positives, negatives)
+            return
+        needed = partial(fields.needed, topic_column=rules.topic_column)
+        parse: Callable[[Any], Record] = partial(fields.read, rules=rules)
+        if self.data_format == "dpr":
+            rows, parse = read_json_array(path), partial(_dpr_record, rules=rules, report=report)
+        elif self.data_format == "tevatron":
+            rows, parse = read_json_lines(path), partial(_tevatron_record, rules=rules)
+        elif self.data_format == "msmarco":
+            rows, parse = read_lines(path), partial(_text_triple, rules=rules)
+        elif self.data_format == "csv":
+            rows = csv_rows(path, fields, needed)
+        elif self.data_format == "parquet":
+            rows = parquet_rows(path, needed)
+        elif self.data_format == "hub":
+            rows = hub_rows(str(path), self.split, needed, streaming)
+        else:
+            rows = read_json_lines(path)
+        yield from take(path, rows, parse, report)
+        fields.refuse_unseen(path)
+
+    def key(self, *about: Any) -> str:
+        """Another one when a file's path, size or time changes, or a setting. sha256, in hex."""
+        files = [self.path]
+        if self.path.is_dir():
+            files = sorted(path for path in self.path.rglob("*") if path.is_file())
+        elif self.data_format == "hub" and "stream" not in about:
+            # What datasets has fetched: other files when it changes on the hub.
+            files = [Path(file["filename"]) for file in load_hub(str(self.path), self.split).cache_files]
+        stats = [(str(path.resolve()), path.stat()) for path in files if path.exists()]
+        facts = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+        settings = (self.data_format, self.split, dict(self.columns), astuple(self.rules))
+        return fingerprint(_FORMAT, str(self.path) if not facts else "", facts, settings, *about)
 
 
 def _dpr_record(record: dict[str, Any], rules: RecordRules, report: RecordReport) -> Record:

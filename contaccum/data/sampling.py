@@ -8,19 +8,22 @@ of ranks, in whatever batch. The positives that a query has beside the sampled o
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from contaccum.data.readers import JUDGED, DataFormat
+from contaccum.data.readers import JUDGED, DataFormat, Source
+from contaccum.data.records import Fault, RecordReport, one_line
 from contaccum.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 PositivesUsed = Literal["draw", "first", "all"]
 MissingNegatives = Literal["fill", "drop", "stop"]
@@ -33,6 +36,10 @@ TRIPLES = 30
 LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers takes for no text."""
 
+DROPPED = "too few hard negatives, dropped"
+NONE_LISTED = "but no record has a negative (mine some with `contaccum mine`, or set num_hard_negatives to 0)"
+
+_RECENT = 1000  # passages of a stream that missing negatives are filled from
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
 
 
@@ -253,7 +260,8 @@ def as_rows(sampling: EpochSampling, topics: Any = None, topic_column: str | Non
     columns = dict.fromkeys(sampling.columns, numbers)  # one and the same buffer
     if topic_column is not None:
         sampling.topic_column, columns[topic_column] = topic_column, topics
-    return Dataset(pa.table(columns)).with_transform(sampling)
+    # Named, or datasets would copy and hash the table; nothing in memory is ever cached by its name.
+    return Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows").with_transform(sampling)
 
 
 def with_row_numbers(dataset: Any) -> Any:
@@ -286,6 +294,86 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
             yield {name: texts for name, texts in batch.items() if name not in LABELS}
 
 
+# Streams --------------------------------------------------------------------------------------------------------------
+
+
+def stream_rows(
+    source: Source, selection: Selection, report: RecordReport, buffer_size: int, seed: int
+) -> IterableDataset:
+    """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end.
+
+    They are in an order that (seed, buffer_size) determine; `.skip(n)` goes on after the first n, which are then read
+    but not given. A negative that is missing is filled with the positive of a row read shortly before.
+
+    Args:
+        report: of the pass that is being read.
+
+    Raises:
+        ConfigError: a format that cannot be streamed, or settings that cannot be used.
+    """
+    from datasets import Features, IterableDataset, List, Value
+
+    if buffer_size < 1:
+        raise ConfigError(f"shuffle_buffer_size must be at least 1 row, got {buffer_size}")
+    if source.data_format == "beir":
+        raise ConfigError(
+            f"streaming=true with data_format=beir: {source.path}: its corpus would have to be held in memory. Drop "
+            "streaming, or write its pairs as jsonl"
+        )
+    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(selection.num_hard_negatives))]
+    features = Features({**dict.fromkeys(names, Value("string")), "label": List(Value("int64"))})
+
+    def generate() -> Iterator[dict[str, Any]]:
+        for turn in count():
+            report.restore(RecordReport().to_dict())
+            for row, ids in _one_pass(source, selection, report, seed, turn):
+                yield {**dict(zip(names, row, strict=True)), "label": ids}
+
+    # Its own fingerprint: datasets would hash all that the generator can reach.
+    rows = IterableDataset.from_generator(generate, features)
+    return rows.shuffle(seed & (2**63 - 1), buffer_size=buffer_size)
+
+
+def _one_pass(
+    source: Source, selection: Selection, report: RecordReport, seed: int, turn: int
+) -> Iterator[tuple[list[str], list[int]]]:
+    """Texts of each row, and their ids."""
+    h, number, any_negative = selection.num_hard_negatives, 0, False
+    recent: deque[str] = deque(maxlen=_RECENT)
+    for line, record in source.records(report, streaming=True):
+        any_negative = any_negative or bool(record.negatives)
+        if h and not any_negative and report.seen >= _RECENT:
+            break
+        if len(record.negatives) < h and selection.missing_negatives != "fill":
+            lost = len(record.positives) if source.data_format in JUDGED else 1
+            report.used -= lost
+            if selection.missing_negatives == "stop":
+                report.reject(source.path, line, Fault("too few hard negatives", f"{len(record.negatives)}"), lost)
+            else:
+                report.leave_out(source.path, DROPPED, lost)
+            continue
+        recent.append(record.positives[0])
+        for which in range(len(record.positives) if selection.positives == "all" else 1):
+            rng = row_generator(seed, turn, number)
+            positive, texts = selection.sample(rng, record.positives, record.negatives, which)
+            for _ in range(_TRIES if len(texts) < h else 0):
+                text = recent[int(rng.integers(len(recent)))]
+                if text not in record.positives and text not in texts:
+                    texts.append(text)
+                if len(texts) == h:
+                    break
+            if h and texts:  # in a tiny set there may be too few other passages: then one is there twice
+                texts = [texts[place % len(texts)] for place in range(h)]
+            if len(texts) == h:  # else there is no passage yet that is not a positive of the query
+                # To the loss, a listed negative that is another positive of its record is the one that was taken.
+                same = [positive if text in record.positives else text for text in texts]
+                yield [record.query, positive, *texts], text_ids([record.query, positive, *same]).tolist()
+                number += 1
+    if h and not any_negative and report.seen:
+        raise DataError(one_line(f"{source.path}: num_hard_negatives={h}, {NONE_LISTED}"))
+    report.refuse_if_nothing_left(source.path, number, "training pairs")
+
+
 # Ids and known positives ---------------------------------------------------------------------------------------------
 
 
@@ -305,13 +393,17 @@ def several_positives(pairs: np.ndarray) -> np.ndarray:
     Args:
         pairs: int64 (n, 2), hashes of a query's and a positive's text for every pair of the data.
     """
-    # Few queries come twice, mostly: what is sorted at once is one column.
-    ordered = np.sort(pairs[:, 0])
+    # Mostly few queries come twice: of all rows no more is held than this column, sorted in place.
+    ordered = np.array(pairs[:, 0])
+    ordered.sort()
     again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    places = np.searchsorted(again, pairs[:, 0]).clip(max=max(len(again) - 1, 0))
-    found = np.unique(pairs[again[places] == pairs[:, 0]], axis=0) if len(again) else np.empty((0, 2), dtype=np.int64)
+    del ordered
+    if not len(again):
+        return np.empty((0, 2), dtype=np.int64)
+    pieces = [pairs[start : start + 2**20] for start in range(0, len(pairs), 2**20)]
+    found = np.unique(np.concatenate([piece[np.isin(piece[:, 0], again)] for piece in pieces]), axis=0)
     same = found[1:, 0] == found[:-1, 0]
-    return found[np.append(same, False) | np.insert(same, 0, False)] if len(found) else found
+    return found[np.append(same, False) | np.insert(same, 0, False)]
 
 
 def positives_of(query: int, known: np.ndarray | None) -> list[int]:

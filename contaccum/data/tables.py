@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from contaccum.errors import DataError
 from contaccum.files import AnyPath
 
 DELIMITERS = (",", ";", "\t")
-_LONGEST_RECORD = 1000  # lines: a csv record that has not ended by then has a quote too many
 _ROWS = 1000  # of Arrow, in memory at a time
 
 # From the names of all columns to those that are read; raises `DataError` where one is missing.
@@ -41,63 +39,45 @@ Needed = Callable[[list[str], str], list[str]]
 def csv_rows(path: Path, fields: Fields, needed: Needed) -> Iterator[tuple[int, Any]]:
     """(line on which it starts, row) of a csv or tsv file with a header; a cell that is blank is None.
 
-    A quote that is never closed costs its own record; those after it are read.
-
     Raises:
-        DataError: the file cannot be used, or its header lacks a column.
+        DataError: the file cannot be used, or its header lacks a column; or a quote without an end takes other lines
+            along: which records they were, nobody can tell.
     """
     csv.field_size_limit(LONGEST_LINE)  # Python's own limit of 128 KB a cell guards against nothing here
+    mend = f"write {quoted(chr(34) * 2)} for a quote inside a quoted cell"
     with open_data_file(path) as file:
-        lines = enumerate(open_text(file), start=1)
-        line, header = 1, ""
+        lines = open_text(file)
+        line = start = 0
         try:
-            line, header = next((line for line in lines if line[1].strip()), (1, ""))
+            line, header = next(((n, text) for n, text in enumerate(lines, start=1) if text.strip()), (1, ""))
             if not header:
                 refuse_empty(path)
             if "\r" in header.rstrip("\r\n"):
                 raise Fault("lines end in CR alone", mend="save it with LF or CRLF")
             delimiter, names = split_header(checked_line(header), fields.mapped)
+            needed(names, f"{path}:{line}")
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
+            while True:
+                start = line + reader.line_num + 1
+                try:
+                    row = next(reader, None)
+                except csv.Error as error:
+                    if line + reader.line_num > start:
+                        which = f"lines {start} to {line + reader.line_num} cannot be told apart"
+                        raise broken(path, start, Fault("broken quoting", which, mend)) from error
+                    yield start, Fault("broken quoting", str(error), mend)
+                    continue
+                if row is None:
+                    return
+                if len(row) == len(names):
+                    yield start, _cells(names, row)
+                elif any(cell.strip() for cell in row):
+                    detail = f"found {len(row)} where the header has {len(names)}"
+                    yield start, Fault("wrong number of columns", detail, "quote a cell that holds the delimiter")
         except Fault as fault:
             raise broken(path, line, Fault(f"the header cannot be read: {fault.reason}", "", fault.mend)) from None
         except UNREADABLE as error:
-            yield line, breaks_off(error)
-            return
-        needed(names, f"{path}:{line}")
-        for start, row in _quoted_rows(lines, delimiter):
-            if isinstance(row, Fault) or len(row) == len(names):
-                yield start, row if isinstance(row, Fault) else _cells(names, row)
-            elif any(cell.strip() for cell in row):
-                detail = f"found {len(row)} where the header has {len(names)}"
-                yield start, Fault("wrong number of columns", detail, "quote a cell that holds the delimiter")
-
-
-def _quoted_rows(lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, list[str] | Fault]]:
-    """The line on which a record starts and its cells, or why they cannot be told apart."""
-    waiting: deque[tuple[int, str]] = deque()  # lines that a record without an end took along
-    taken: list[tuple[int, str]] = []
-
-    def feed() -> Iterator[str]:
-        while (line := waiting.popleft() if waiting else next(lines, None)) is not None:
-            taken.append(line)
-            if len(taken) > _LONGEST_RECORD:
-                raise csv.Error("a quote without an end")
-            yield line[1]
-
-    while True:
-        reader = csv.reader(feed(), delimiter=delimiter, strict=True)
-        try:
-            for row in reader:
-                yield taken[0][0], row
-                taken.clear()
-            return
-        except csv.Error as error:
-            mend = f"write {quoted(chr(34) * 2)} for a quote inside a quoted cell"
-            yield taken[0][0], Fault("broken quoting", str(error), mend)
-            waiting.extendleft(reversed(taken[1:]))
-            taken.clear()
-        except UNREADABLE as error:
-            yield taken[-1][0] + 1 if taken else 0, breaks_off(error)
-            return
+            yield start or 1, breaks_off(error)
 
 
 def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Fault:

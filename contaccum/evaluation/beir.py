@@ -215,7 +215,6 @@ def evaluation_sets(given: Sequence[str], split: str | None, output: Path) -> li
 
     Raises:
         ConfigError: two sets whose records would have one name.
-        DataError: a folder that holds some parts of CQADupStack and not all.
     """
     sets = [one for item in given for one in _spelled_out(item, split)]
     if len(sets) == 1:
@@ -231,35 +230,17 @@ def evaluation_sets(given: Sequence[str], split: str | None, output: Path) -> li
 
 
 def _spelled_out(given: str, split: str | None) -> Iterator[EvaluationSet]:
-    # os.path, where pathlib raises for a path that is too long: `resolve_beir_data` says what is wrong with it.
     folder = os.path.expanduser(given)
+    parts = [os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS]
     if given == "beir" and not is_beir_folder(folder):
         for name in PUBLIC_NAMES:
             yield from _spelled_out(name, split)
-    elif (given == "cqadupstack" and not os.path.exists(folder)) or _has_parts(folder):
-        for forum in CQADUPSTACK_FORUMS:
-            part = f"cqadupstack/{forum}"
-            where = os.path.join(folder, forum) if os.path.exists(folder) else part
-            yield EvaluationSet(where, split or "test", part, "cqadupstack")
+    elif (given == "cqadupstack" and not os.path.exists(folder)) or all(map(is_beir_folder, parts)):
+        for forum, part in zip(CQADUPSTACK_FORUMS, parts, strict=True):
+            label = f"cqadupstack/{forum}"
+            yield EvaluationSet(part if os.path.exists(part) else label, split or "test", label, "cqadupstack")
     else:
-        label = _label(folder)
+        above, label = os.path.split(os.path.abspath(folder))
+        # Its parts have the same names in every copy, and "android" alone says little.
+        label = f"cqadupstack/{label}" if label in CQADUPSTACK_FORUMS and above.endswith("cqadupstack") else label
         yield EvaluationSet(given, split or default_split(given), label, label)
-
-
-def _has_parts(folder: str) -> bool:
-    if not os.path.isdir(folder) or is_beir_folder(folder):
-        return False
-    missing = [forum for forum in CQADUPSTACK_FORUMS if not is_beir_folder(os.path.join(folder, forum))]
-    if missing and len(missing) < len(CQADUPSTACK_FORUMS):
-        raise DataError(
-            f"{folder}: CQADupStack is the mean over twelve parts, and {', '.join(missing)} is not there (add what is "
-            f"missing, or name parts one by one, such as {os.path.join(folder, 'android')})"
-        )
-    return not missing
-
-
-def _label(folder: str) -> str:
-    path = os.path.realpath(folder) if os.path.exists(folder) else os.path.abspath(folder)
-    above, name = os.path.split(path)
-    # Its parts have the same names in every copy, and "android" alone says little.
-    return f"cqadupstack/{name}" if os.path.basename(above) == "cqadupstack" and name in CQADUPSTACK_FORUMS else name

@@ -138,7 +138,7 @@ def sample(
 
 def _hardest(part: BeirDataset, corpus: int) -> Iterable[str]:
     """Documents judged and not relevant, then the best of each query by BM25, best first."""
-    from contaccum.retrieval.bm25 import BM25Index
+    from contaccum.retrieval.searcher import BM25Index
 
     ids = list(part.corpus)
     texts = [passage_text(document["title"], document["text"]) for document in part.corpus.values()]

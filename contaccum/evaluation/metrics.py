@@ -130,7 +130,7 @@ def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
 
 
 class PairedDifference(NamedTuple):
-    """Mean of a minus mean of b; its confidence interval; the two-sided p-value of "there is no difference"."""
+    """Mean of a minus mean of b; its 95% interval; the two-sided p-value of "there is no difference"."""
 
     difference: float
     low: float
@@ -143,12 +143,11 @@ def paired_bootstrap(
     b: Sequence[float] | np.ndarray,
     resamples: int = 10_000,
     seed: int = 0,
-    confidence: float = 0.95,
 ) -> PairedDifference:
     """Compare two systems by their scores on the same queries, (n,) each, in the same order.
 
-    n queries at a time are resampled with replacement. The interval holds the middle ``confidence`` of the resampled
-    differences (percentile bootstrap). The p-value is how often a resampled difference is as far from the observed one
+    n queries at a time are resampled with replacement. The interval holds the middle 95% of the resampled differences
+    (percentile bootstrap). The p-value is how often a resampled difference is as far from the observed one
     as that is from zero: the bootstrap's distribution shifted to the null hypothesis (Efron and Tibshirani 1993,
     chapter 16), with one added to both counts, so that it is never 0.
 
@@ -171,7 +170,7 @@ def paired_bootstrap(
     # Sums in another order differ in the last bits: that must not turn a tie into a miss.
     slack = 1e-12 * max(1.0, float(np.abs(differences).max()))
     as_far = int((np.abs(means - observed) >= abs(observed) - slack).sum())
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [0.025, 0.975])
     return PairedDifference(observed, float(low), float(high), (1 + as_far) / (1 + resamples))
 
 

@@ -133,27 +133,16 @@ def _compiled(answer: str) -> re.Pattern[str] | None:
 @lru_cache(maxsize=4096)
 def _tokens(text: str) -> str:
     # No token holds a space, so a row of tokens is found as a text between spaces.
-    return f" {' '.join(token.lower() for token in _token().findall(unicodedata.normalize('NFD', text)))} "
+    found = _token().findall(unicodedata.normalize("NFD", text))
+    return f" {' '.join(token.lower() for token in found if token.isprintable())} "
 
 
 @lru_cache(maxsize=1)
 def _token() -> re.Pattern[str]:
     r"""DrQA's simple tokenizer, ``[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]``: words, and other visible characters one by one.
 
-    `re` has no classes by category: letters and digits are its ``\w`` without ``_``, the others are written out.
+    `re` has no classes by category: letters and digits are its ``\w`` without ``_``, marks are written out, and what is
+    not visible is not printable.
     """
-    marks, invisible = _characters("M"), _characters("ZC")
-    return re.compile(rf"(?:[^\W_]+|[{marks}]+)+|[^{invisible}]")
-
-
-def _characters(groups: str) -> str:
-    """Ranges, for a class of `re`, of all characters whose category starts with one of these letters."""
-    ranges, start = [], None
-    for code in range(sys.maxunicode + 2):
-        inside = code <= sys.maxunicode and unicodedata.category(chr(code))[0] in groups
-        if inside and start is None:
-            start = code
-        elif not inside and start is not None:
-            ranges.append(rf"\U{start:08x}-\U{code - 1:08x}")
-            start = None
-    return "".join(ranges)
+    marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M"))
+    return re.compile(rf"(?:[^\W_]|[{marks}])+|\S")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from contaccum.data.records import Fault, RecordReport, quoted, read_lines, take
 from contaccum.errors import DataError
@@ -111,19 +111,16 @@ def finished_result(path: Path, plan: Mapping[str, Any]) -> tuple[dict[str, Any]
     """The record at ``path`` if it is what an evaluation would give again, else None; and a word on why.
 
     Args:
-        plan: what the record will say of all that decides its scores; of the metrics, their sorted names.
+        plan: what the record will say of all that decides its scores; of the metrics, their names.
 
-    Returns:
-        the record or None, and the reason, which is empty where nothing lies at ``path``.
+    Raises:
+        DataError: what lies there is no result.
     """
     if not path.exists():
         return None, ""
-    try:
-        record = read_result(path)
-    except DataError:
-        return None, "it was no result"
+    record = read_result(path)
     plan = json.loads(json.dumps(plan))  # as it would come back from the file: a list for a tuple
-    other = ", ".join(_differences({**record, "metrics": sorted(record["metrics"])}, plan))
+    other = ", ".join(_differences({**record, "metrics": list(record["metrics"])}, plan))
     if other:
         return None, f"it had other {other}"
     if not path.with_suffix(".trec").exists():
@@ -141,8 +138,6 @@ def _differences(record: Mapping[str, Any], plan: Mapping[str, Any], above: str 
 
 
 # Runs in TREC format ------------------------------------------------------------------------------------------------
-
-_BLANKS = {code: quote(chr(code)) for code in range(0x3001) if chr(code).isspace()}  # 0x3000 is the last of them
 
 
 def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterator[str]:
@@ -188,10 +183,11 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "
 
 
 def _without_blanks(identifier: str) -> str:
-    return identifier.translate(_BLANKS)
+    return re.sub(r"\s", lambda found: quote(found[0]), identifier)
 
 
 def _with_blanks(identifier: str) -> str:
-    for code, text in _BLANKS.items() if "%" in identifier else ():
-        identifier = identifier.replace(text, chr(code))
-    return identifier
+    def blank(found: re.Match[str]) -> str:
+        return text if (text := unquote(found[0])).isspace() else found[0]
+
+    return re.sub(r"(?:%[0-9A-F]{2})+", blank, identifier)

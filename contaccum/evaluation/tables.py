@@ -1,8 +1,9 @@
-"""The table of an evaluation of several sets, as text, Markdown, CSV and JSON, with published figures beside it.
+"""The tables of an evaluation: its sets, beside published figures, and against earlier results query by query.
 
 A row is what the JSON holds of it: name, split, queries, documents, metrics, and either the fingerprint and file of one
 set or the `parts` that it is the mean of. Published figures, with the source of each and how it was scored, lie in
-published.json. Means are computed here; what a difference is worth is for `compare` to say.
+published.json. An earlier result is a record of one set or a table of several, by this version of ``contaccum
+evaluate`` or by one before; only results on the same data are compared. Nothing is encoded or searched here.
 """
 
 from __future__ import annotations
@@ -16,22 +17,30 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from contaccum.data import default_split
+from contaccum.errors import DataError
 from contaccum.evaluation.beir import EvaluationSet
+from contaccum.evaluation.metrics import holm, paired_bootstrap
+from contaccum.evaluation.results import read_result, result_files
 from contaccum.files import read_json
 
-OURS = "this model"
+RESAMPLES = 10_000
+QUERIES_SHOWN = 5
 
 Row = Mapping[str, Any]
+Scores = Mapping[str, float]
+"""{query id: score}"""
 
 
 class Section(NamedTuple):
-    """A table for people: its title, header and cells (None is blank), notes below it, and what a page alone adds."""
+    """A table for people: its title, header and cells (None is blank), and notes below it."""
 
     title: str
     header: Sequence[str]
     cells: Sequence[Sequence[Any]]
     notes: Sequence[str] = ()
-    sources: Sequence[str] = ()
+
+
+# The sets ------------------------------------------------------------------------------------------------------------
 
 
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -41,13 +50,41 @@ def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any
         about = {"name": one.label, "split": one.split, "queries": record["data"]["queries"]}
         source = {"documents": one.documents, "fingerprint": one.fingerprint, "file": one.output.name}
         parts.setdefault(one.row, []).append({**about, **source, "metrics": record["metrics"]})
-    return [rows[0] if rows[0]["name"] == name else mean_row(name, rows) for name, rows in parts.items()]
+    rows: list[Row] = []
+    for name, found in parts.items():
+        sums = {key: sum(part[key] for part in found) for key in ("queries", "documents")}
+        mean = {"name": name, "split": found[0]["split"], **sums, "metrics": mean_metrics(found), "parts": found}
+        rows.append(found[0] if found[0]["name"] == name else mean)
+    return rows
 
 
-def mean_row(name: str, parts: Sequence[Row]) -> dict[str, Any]:
-    """The row that is the mean of parts, each of which counts alike."""
-    sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
-    return {"name": name, "split": parts[0]["split"], **sums, "metrics": _mean(parts), "parts": list(parts)}
+def table_section(rows: Sequence[Row], names: Sequence[str]) -> Section:
+    """The metrics ``names`` of all rows and their mean."""
+    cells = [[row["name"], row["split"], row["queries"], *(row["metrics"][n] for n in names)] for row in rows]
+    if len(rows) > 1:
+        cells.append(["mean", "", "", *(mean_metrics(rows)[name] for name in names)])
+    return Section("", ["data", "split", "queries", *names], cells)
+
+
+def as_csv(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """A line per row and one for the mean, numbers unrounded."""
+    file = io.StringIO()
+    header = ["name", "split", "queries", "documents", *names]
+    writer = csv.DictWriter(file, ["data", *header[1:]], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({"data": row["name"], **{key: {**row, **row["metrics"]}[key] for key in header[1:]}})
+    if len(rows) > 1:
+        writer.writerow({"data": "mean", **{name: mean_metrics(rows)[name] for name in names}})
+    return file.getvalue()
+
+
+def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Every metric's mean over rows, each of which counts alike."""
+    return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
+
+
+# Published figures ---------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -56,46 +93,153 @@ def published() -> dict[str, Any]:
     return read_json(Path(__file__).with_name("published.json"))
 
 
-def beside_published(rows: Sequence[Row]) -> dict[str, Any] | None:
+def published_section(rows: Sequence[Row]) -> Section | None:
     """Our scores beside published ones; None where nothing is published on any of the sets, or not by that metric.
 
-    Returns:
-        metric; scores {set: {model: score}}, ours under :data:`OURS`; other_data {set: why it is not the set that the
-        published figures are of}; common, the sets that all models have a figure on; mean {model: mean over these}.
+    The mean is over the sets that every model has a figure on. A set with another number of judged queries is other
+    data: it is marked, and left out of the mean.
     """
-    metric, judged = published()["metric"], published()["judged_queries"]
-    if any(metric not in row["metrics"] for row in rows):
-        return None
-    scores: dict[str, dict[str, float]] = {}
-    other = {}
+    metric, judged, models = (published()[key] for key in ("metric", "judged_queries", "models"))
+    cells: list[list[Any]] = []
+    notes = []
+    common: list[list[Any]] = []
     for row in rows:
-        name = row["name"]
-        known = published()["models"] if row["split"] == default_split(name) else []
-        theirs = {model["name"]: model["scores"][name] for model in known if name in model["scores"]}
-        scores[name] = {OURS: row["metrics"][metric], **theirs}
-        if theirs and judged.get(name) != row["queries"]:
-            there = f"{row['queries']:,} judged queries, BEIR has {judged.get(name):,}"
-            other[name] = f"{there}: other data, not to be compared"
-    if all(len(row) == 1 for row in scores.values()):
+        name, ours = row["name"], row["metrics"].get(metric)
+        right_split = row["split"] == default_split(name)
+        theirs = [model["scores"].get(name) if right_split else None for model in models]
+        other = any(theirs) and judged[name] != row["queries"]
+        cells.append([name + "*" * other, ours, *theirs])
+        if other:
+            there = f"{row['queries']:,} judged queries, BEIR has {judged[name]:,}"
+            notes.append(f"*{name}: {there}: other data, not to be compared")
+        elif all(theirs):
+            common.append([ours, *theirs])
+    if not any(any(theirs) for _, ours, *theirs in cells if ours is not None):
         return None
-    common = [name for name, row in scores.items() if name not in other and len(row) == len(_models())]
-    mean = {model: fmean(scores[name][model] for name in common) for model in _models()} if common else {}
-    return {"metric": metric, "scores": scores, "other_data": other, "common": common, "mean": mean}
+    if common and len(rows) > 1:
+        cells.append([f"mean of {len(common)}", *map(fmean, zip(*common, strict=True))])
+    title = f"{metric} beside published figures (sources: docs/evaluation.md)"
+    return Section(title, ["data", "this model", *(model["name"] for model in models)], cells, notes)
 
 
-def sections(rows: Sequence[Row], names: Sequence[str]) -> list[Section]:
-    """The metrics ``names`` of all rows and their mean, and the published figures."""
-    cells = [[row["name"], row["split"], row["queries"], *(row["metrics"][n] for n in names)] for row in rows]
-    if len(rows) > 1:
-        cells.append(["mean", "", "", *(_mean(rows)[name] for name in names)])
-    parts = ["a set of several parts is the mean over them and counts once"] if any("parts" in r for r in rows) else []
-    found = [Section("", ["data", "split", "queries", *names], cells, sources=parts)]
-    beside = beside_published(rows)
-    if beside is not None:
-        title = f"{beside['metric']} beside published figures (sources: docs/evaluation.md)"
-        cells, notes = _beside(beside)
-        found.append(Section(title, ["data", *_models()], cells, notes, [_source(m) for m in published()["models"]]))
-    return found
+# Earlier results -----------------------------------------------------------------------------------------------------
+
+
+class PreviousResult(NamedTuple):
+    """An earlier result: its scores of one metric by the label of our data set, and what only it has."""
+
+    path: Path
+    metric: str
+    scores: Mapping[str, Scores]
+    left_out: Sequence[str]
+
+
+def read_previous(path: Path, sets: Sequence[EvaluationSet], metric: str) -> PreviousResult:
+    """The scores of an earlier result on the sets of this evaluation.
+
+    Raises:
+        DataError: no result, none of our data sets, or a result without this metric.
+    """
+    labels = {one.fingerprint: one.label for one in sets}
+    scores: dict[str, Scores] = {}
+    left_out: list[str] = []
+    for file in result_files(path):
+        record = read_result(file)
+        theirs = record["data"]
+        if theirs.get("fingerprint") in labels:
+            scores[labels[theirs["fingerprint"]]] = scores_of(record, metric, file)
+        else:
+            left_out.append(_about(theirs.get("name"), theirs.get("split"), theirs.get("fingerprint")))
+    if not scores:
+        here = ", ".join(_about(one.label, one.split, one.fingerprint) for one in sets[:3])
+        there = ", ".join(left_out[:3])
+        raise DataError(f"{path}: is on other data: {there}; here: {here} (compare results of the same data)")
+    return PreviousResult(path, metric, scores, left_out)
+
+
+def scores_of(record: Mapping[str, Any], metric: str, path: Path) -> Scores:
+    """A metric of every query of a result; raises `DataError` where some have none."""
+    try:
+        return {query: float(values[metric]) for query, values in record["per_query"].items()}
+    except (KeyError, TypeError, ValueError):
+        what = f"has no {metric} of every query"
+        raise DataError(f"{path}: {what} (name another as the first of --metrics, or evaluate again)") from None
+
+
+def compare(ours: Mapping[str, Scores], previous: PreviousResult) -> dict[str, Any]:
+    """Each set, by :func:`compare_queries`; Holm's correction is over the sets. Raises `DataError` for other queries.
+
+    Args:
+        ours: {label: scores}; positive differences are in their favour.
+    """
+    rows = []
+    for label, theirs in previous.scores.items():
+        if ours[label].keys() != theirs.keys():
+            raise DataError(f"{previous.path}: has scores of other queries on {label} (evaluate it again)")
+        rows.append({"data": label, **compare_queries(ours[label], theirs)})
+    for row, p in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+        row["p_holm"] = p
+    about = {"earlier": str(previous.path), "metric": previous.metric, "resamples": RESAMPLES, "seed": 0}
+    return {**about, "rows": rows, "left_out": list(previous.left_out)}
+
+
+def compare_queries(ours: Scores, theirs: Scores, shown: int = QUERIES_SHOWN) -> dict[str, Any]:
+    """Two results over the same queries: means, a paired bootstrap, wins, ties and losses, and the greatest changes.
+
+    Args:
+        shown: how many gains, and how many losses.
+    """
+    a, b = list(ours.values()), [theirs[query] for query in ours]
+    # Rounded, so that what differs in the last bits is a tie, and equal changes are in the order of their queries.
+    changes: list[dict[str, Any]] = [
+        {"query": query, "difference": round(score - theirs[query], 9), "ours": score, "earlier": theirs[query]}
+        for query, score in ours.items()
+    ]
+    gains = sorted((c for c in changes if c["difference"] > 0), key=lambda c: (-c["difference"], c["query"]))
+    losses = sorted((c for c in changes if c["difference"] < 0), key=lambda c: (c["difference"], c["query"]))
+    return {
+        "queries": len(a),
+        "ours": fmean(a),
+        "earlier": fmean(b),
+        **paired_bootstrap(a, b, RESAMPLES)._asdict(),
+        "wins": len(gains),
+        "ties": len(a) - len(gains) - len(losses),
+        "losses": len(losses),
+        "greatest_gains": gains[:shown],
+        "greatest_losses": losses[:shown],
+    }
+
+
+def comparison_section(comparison: Mapping[str, Any]) -> Section:
+    """What the terminal and the page show of :func:`compare`."""
+    notes = []
+    for row in comparison["rows"]:
+        for key in ("greatest_gains", "greatest_losses"):
+            if row[key]:
+                shown = ", ".join(f"{c['query']} {c['difference']:+.4f}" for c in row[key])
+                notes.append(f"{row['data']}, {key.replace('_', ' ')}: {shown}")
+    notes += [f"not compared, since only the earlier has it: {about}" for about in comparison["left_out"]]
+    notes.append(f"paired bootstrap over queries, {RESAMPLES:,} resamples, two-sided; Holm's correction over the rows")
+    return Section(
+        f"{comparison['metric']} against {comparison['earlier']}",
+        ["data", "ours", "earlier", "difference", "95% interval", "p", "p (Holm)", "wins", "ties", "losses"],
+        [_cells(row) for row in comparison["rows"]],
+        [" ".join(note.split()) for note in notes],  # ids may hold line ends
+    )
+
+
+def _about(name: Any, split: Any, fingerprint: Any) -> str:
+    return f"{name} {split} (fingerprint {str(fingerprint)[:12]})"
+
+
+def _cells(row: Mapping[str, Any]) -> list[Any]:
+    interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
+    p = ["<0.001" if row[key] < 0.001 else f"{row[key]:.3f}" for key in ("p_value", "p_holm")]
+    counts = (row[key] for key in ("wins", "ties", "losses"))
+    return [row["data"], row["ours"], row["earlier"], f"{row['difference']:+.4f}", interval, *p, *counts]
+
+
+# Forms ---------------------------------------------------------------------------------------------------------------
 
 
 def as_text(sections: Sequence[Section]) -> str:
@@ -113,71 +257,14 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """A page, with the sources."""
+    """A page of them."""
     lines = [f"# {title}", ""]
     for section in sections:
         lines += [f"## {section.title}", ""] if section.title else []
         rows = [section.header, ["---"] * len(section.header), *([_shown(c) for c in row] for row in section.cells)]
         lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
-        lines += ["", *(f"- {note}" for note in (*section.notes, *section.sources)), ""]
+        lines += ["", *(f"- {note}" for note in section.notes), ""]
     return "\n".join(lines)
-
-
-def as_csv(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """A line per row and one per mean, numbers unrounded; a column of published figures is called MODEL METRIC."""
-    beside = beside_published(rows)
-    columns = {model: f"{model} {published()['metric']}" for model in _models()[1:]} if beside else {}
-    lines: list[dict[str, Any]] = []
-    for row in rows:
-        scores = beside["scores"][row["name"]] if beside else {}
-        theirs = {columns[model]: score for model, score in scores.items() if model != OURS}
-        about = {"data": row["name"], **{key: row[key] for key in ("split", "queries", "documents")}}
-        lines.append({**about, **row["metrics"], **theirs})
-    if len(rows) > 1:
-        lines.append({"data": "mean", **_mean(rows)})
-    if beside and beside["mean"]:
-        means = {columns.get(model, beside["metric"]): mean for model, mean in beside["mean"].items()}
-        lines.append({"data": f"mean of {len(beside['common'])} that all have", **means})
-    file = io.StringIO()
-    header = ["data", "split", "queries", "documents", *names, *columns.values()]
-    writer = csv.DictWriter(file, header, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
-
-
-def as_json(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
-    """The tables for programs: all metrics, not only those shown."""
-    beside = beside_published(rows)
-    known = {**beside, "models": published()["models"]} if beside else None
-    return {"shown": list(names), "sets": list(rows), "mean": _mean(rows), "published": known}
-
-
-def _models() -> list[str]:
-    return [OURS, *(model["name"] for model in published()["models"])]
-
-
-def _mean(rows: Sequence[Row]) -> dict[str, float]:
-    return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
-
-
-def _beside(beside: Mapping[str, Any]) -> tuple[list[list[Any]], list[str]]:
-    """Cells and notes of the table with published figures."""
-    cells: list[list[Any]] = [
-        [name + ("*" if name in beside["other_data"] else ""), *(row.get(model) for model in _models())]
-        for name, row in beside["scores"].items()
-    ]
-    if beside["mean"] and len(beside["scores"]) > 1:
-        cells.append([f"mean of {len(beside['common'])}", *(beside["mean"][model] for model in _models())])
-    notes = [f"*{name}: {why}" for name, why in beside["other_data"].items()]
-    if beside["mean"] and len(beside["common"]) < len(beside["scores"]):
-        notes.append(f"the mean is over those that all models have a figure on: {', '.join(beside['common'])}")
-    return cells, notes
-
-
-def _source(model: Mapping[str, Any]) -> str:
-    sources = "; ".join(f"{source['sets']}: {source['where']} ({source['revision']})" for source in model["sources"])
-    return f"{model['name']}: {model['how']} {sources}"
 
 
 def _shown(cell: Any) -> str:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Points = Sequence[tuple[float, float]]
+Log = Sequence[Mapping[str, Any]]
 
 _COLUMNS = 3  # of a PNG
-_POINTS = 400  # of a line; more would not be seen
 _INK = "#010203"  # text and axes, for which the page puts its own colour
 _STYLE: Any = {  # the keys' own type is a list of all of them
     "svg.fonttype": "none",  # texts stay texts
@@ -29,61 +29,41 @@ _STYLE: Any = {  # the keys' own type is a list of all of them
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
+# Of a log, what is drawn; docs/drift.md says what each is.
+_DRAWN = ("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age")
+_DRAWN += ("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage")
+_DRAWN += ("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged")
+_DRAWN += ("embedding_spread", "peak_memory_mb")
 
 
 class Panel(NamedTuple):
-    """A picture: its title, what draws it on axes, a note, and of a map the number of its rows."""
+    """A picture: its title, what draws it on axes, and a note."""
 
     title: str
     draw: Callable[[Any], None]
     note: str = ""
-    rows: int = 0
 
 
-class Line(NamedTuple):
-    """Points of one run, or of several that differ by the seed; ``series`` chooses the colour."""
-
-    name: str
-    runs: Sequence[Points]
-    series: int = 0
-    dashed: bool = False
-
-
-def line_panel(
-    title: str, lines: Sequence[Line], note: str = "", level: float | None = None, unit: str = "update"
-) -> Panel:
+def line_panel(title: str, lines: Mapping[str, Sequence[Points]], note: str = "", unit: str = "update") -> Panel:
     """Lines over updates, say: the mean over runs, and a band from the lowest to the highest.
 
     Args:
-        level: what to compare with, drawn where it lies within reach.
+        lines: name -> the points of one run, or of several that differ by the seed; of none, nothing is drawn. The
+            place of a name is its colour.
     """
 
     def draw(axes: Any) -> None:
-        for line in lines:
-            length = min(map(len, line.runs))
-            runs = np.asarray([run[:length] for run in line.runs], dtype=float)[:, :: math.ceil(length / _POINTS)]
+        for series, (name, found) in enumerate(lines.items()):
+            length = min(map(len, found), default=0)
+            if not length:
+                continue
+            runs = np.asarray([points[:length] for points in found], dtype=float)
             x, y = runs[..., 0].mean(axis=0), runs[..., 1]
-            look = {"color": f"C{line.series % 10}", "gid": f"series-{line.series}"}
-            style, label = ("--", None) if line.dashed else ("-", line.name)
-            marker = "." if length < 40 else ""
-            axes.plot(x, y.mean(axis=0), linestyle=style, marker=marker, linewidth=1.4, label=label, **look)
+            look = {"color": f"C{series % 10}", "gid": f"series-{series}"}
+            axes.plot(x, y.mean(axis=0), marker="." if length < 40 else "", linewidth=1.4, label=name, **look)
             if len(runs) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), alpha=0.15, linewidth=0, **look)
-        low, high = axes.get_ylim()
-        if level is not None and 2 * low - high <= level <= 2 * high - low:
-            axes.axhline(level, color="grey", linewidth=0.8, linestyle=":")
         axes.set_xlabel(unit)
-
-    return Panel(title, draw, note)
-
-
-def stacked_panel(title: str, updates: Sequence[int], layers: Mapping[str, Sequence[float]], note: str = "") -> Panel:
-    """Shares from 0 to 1 on top of each other: the first below and grey, the others from light to dark."""
-
-    def draw(axes: Any) -> None:
-        shades = [(0.12, 0.47, 0.71, shade) for shade in np.linspace(0.25, 0.95, len(layers) - 1)]
-        axes.stackplot(updates, list(layers.values()), labels=list(layers), colors=["lightgrey", *shades])
-        axes.set(ylim=(0, 1), xlabel="update")
 
     return Panel(title, draw, note)
 
@@ -100,44 +80,37 @@ def difference_panel(title: str, differences: Sequence[float], note: str = "") -
     return Panel(title, draw, note)
 
 
-def map_panel(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]], note: str = "") -> Panel:
-    """A value per cell as colour and number, (rows, columns); NaN stays blank."""
-
-    def draw(axes: Any) -> None:
-        cells = axes.pcolormesh(np.asarray(list(rows.values())), cmap="viridis")  # an image would be no SVG
-        axes.grid(False)
-        axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
-        axes.set_yticks(np.arange(len(rows)) + 0.5, list(rows))
-        axes.invert_yaxis()
-        low, high = cells.get_clim()
-        for y, values in enumerate(rows.values()):
-            for x, value in enumerate(values):
-                colour = "black" if value > low + 0.6 * (high - low) else "white"
-                text = f"{value:.4f}" if math.isfinite(value) else ""
-                axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour)
-
-    return Panel(title, draw, note, len(rows))
+def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN) -> list[Panel]:
+    """A picture of every key that some log holds: name -> the log of one run, or those of several seeds."""
+    panels = []
+    for key in keys:
+        lines = {
+            name: [[(record["update"], record[key]) for record in log if is_number(record.get(key))] for log in found]
+            for name, found in logs.items()
+        }
+        panels += [line_panel(key, lines)] if any(map(any, lines.values())) else []
+    return panels
 
 
-def save_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
-    """All panels in one picture, three in a row, maps below them in rows of their own."""
+def is_number(value: Any) -> bool:
+    """Whether it is one that can be drawn: logs hold texts, None and, of before, NaN too."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def save_png(panels: Sequence[Panel], path: Path) -> None:
+    """All panels in one picture, three in a row."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    small, maps = [p for p in panels if not p.rows], [p for p in panels if p.rows]
-    heights = [3.6] * math.ceil(len(small) / _COLUMNS) + [1.2 + 0.28 * panel.rows for panel in maps]
+    rows = math.ceil(len(panels) / _COLUMNS) or 1
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5 * _COLUMNS, sum(heights)), layout="constrained")
-        grid = figure.add_gridspec(len(heights), _COLUMNS, height_ratios=heights)
-        places: list[Any] = [grid[number // _COLUMNS, number % _COLUMNS] for number in range(len(small))]
-        places += [grid[len(heights) - len(maps) + number, :] for number in range(len(maps))]
-        for place, panel in zip(places, [*small, *maps], strict=True):
-            axes = figure.add_subplot(place)
+        figure = Figure(figsize=(5 * _COLUMNS, 3.6 * rows), layout="constrained")
+        for number, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, _COLUMNS, number)
             panel.draw(axes)
             axes.set_title("\n".join(filter(None, (panel.title, panel.note))), fontsize=9)
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(fontsize=7)
-        figure.suptitle(title, fontsize=10)
         figure.savefig(path, format="png", dpi=110)
 
 
@@ -150,7 +123,7 @@ def to_svg(panel: Panel) -> str:
     out = io.StringIO()
     # Clip paths and markers are known by hashes, which must differ between the pictures of a page.
     with matplotlib.rc_context({**_STYLE, **ink, "svg.hashsalt": panel.title}):
-        figure = Figure(figsize=(10, 1.2 + 0.28 * panel.rows) if panel.rows else (4.4, 2.5), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.5), layout="constrained")
         panel.draw(figure.subplots())
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', out.getvalue())[1:]

@@ -10,35 +10,69 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.data import passage_text
-from contaccum.errors import ConfigError, UserError, check_choice
+from contaccum.data import Passage, RecordReport, load_questions, passage_text, read_passages
+from contaccum.data.beir import beir_file
+from contaccum.errors import ConfigError, DataError, UserError, check_choice
 
 Kind = Literal["query", "document"]
+Metric = Literal["cos", "dot"]
 
-KINDS = ("document", "query")
-TITLE_SEPARATOR = " "
-AUTOCAST_DTYPES = ("bfloat16", "float16")
+AUTOCAST_DTYPES = (None, "bfloat16", "float16")
+
+# BEIR's names, and those of sentence-transformers, for the two similarities that an inner product can rank by.
+_METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", "dot": "dot"}
 
 # A larger batch gains nothing on a CPU and falls out of its cache: 200 SciFact abstracts by MiniLM on one core take
 # 16.4 s at 32 texts a batch, 14.4 s at 8 and 14.2 s at 4 (packing by tokens took 13.6 s); short texts do not mind.
 _CPU_BATCH = 8
 _PROMPT_NAMES: dict[str, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
+_IDS_AT_A_TIME = 2**16
 
 
-def document_text(document: Mapping[str, str] | str) -> str:
-    """The text of a BEIR document: `(title + " " + text).strip()`, or the string itself.
+# Texts ---------------------------------------------------------------------------------------------------------------
 
-    Raises `KeyError` when the document has no `text`.
+
+def source_file(path: Path, kind: Kind) -> Path:
+    """The file of a BEIR folder that texts of a kind are in; the path itself where it is no folder."""
+    return beir_file(path, "queries.jsonl" if kind == "query" else "corpus.jsonl") if path.is_dir() else path
+
+
+def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
+    """Documents, or queries, of what `read_passages` reads; queries of DPR's .csv too. Each record is counted.
+
+    Memory holds 8 bytes for each id: of ten million, two have the same hash with a probability of 3e-6.
+
+    Raises:
+        DataError: the source cannot be used, or an id occurs again.
     """
-    if isinstance(document, str):
-        return document
-    return passage_text(document.get("title") or "", document["text"])
+    path = source_file(path, kind)
+    if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
+        questions = load_questions(path, report.on_bad_record)
+        report.restore(questions.report.to_dict())
+        yield from (Passage(name, "", text) for name, text in questions.texts.items())
+        return
+    known: np.ndarray = np.empty(0, dtype=np.uint64)
+    passages = read_passages(path, report)
+    while block := list(islice(passages, _IDS_AT_A_TIME)):
+        digests = [hashlib.blake2b(passage.id.encode(), digest_size=8).digest() for passage in block]
+        hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
+        known = np.sort(np.concatenate([known, hashes]), kind="stable")  # merges runs, in linear time
+        again = known[1:][known[1:] == known[:-1]]
+        if len(again):
+            name = [passage.id for passage, found in zip(block, np.isin(hashes, again), strict=True) if found][-1]
+            raise DataError(f"{path}: id {name[:60]!r} occurs again (keep one record for each id)")
+        yield from block
+
+
+# Embeddings ----------------------------------------------------------------------------------------------------------
 
 
 def encode_texts(
@@ -58,12 +92,9 @@ def encode_texts(
         autocast_dtype: None, "bfloat16" or "float16".
 
     Raises:
-        ConfigError: a setting out of range.
+        ConfigError: an unknown dtype.
         UserError: the model gives NaN or infinity; the text is named.
     """
-    check_choice("kind", kind, KINDS)
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
     if not len(texts):
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
 
@@ -72,7 +103,7 @@ def encode_texts(
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
     was_training = model.training
     try:
-        with _autocast(model.device.type, autocast_dtype):
+        with _autocast(model, autocast_dtype):
             embeddings = _as_float32(encode(unique, batch_size=size, show_progress_bar=show_progress))
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
@@ -96,9 +127,9 @@ def encode_queries(
     show_progress: bool = False,
 ) -> np.ndarray:
     """Queries to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_queries`)."""
-    if _is_sentence_transformer(model):
+    if hasattr(model, "encode_query"):
         return encode_texts(model, queries, "query", batch_size, autocast_dtype, show_progress)
-    return _encode_as_beir(model.encode_queries, queries, batch_size, autocast_dtype, show_progress)
+    return _encode_as_beir(model, model.encode_queries, queries, batch_size, autocast_dtype, show_progress)
 
 
 def encode_corpus(
@@ -109,15 +140,39 @@ def encode_corpus(
     show_progress: bool = False,
 ) -> np.ndarray:
     """Documents to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_corpus`)."""
-    if _is_sentence_transformer(model):
-        texts = [document_text(document) for document in documents]
+    if hasattr(model, "encode_document"):
+        texts = [passage_text(document.get("title") or "", document["text"]) for document in documents]
         return encode_texts(model, texts, "document", batch_size, autocast_dtype, show_progress)
-    return _encode_as_beir(model.encode_corpus, documents, batch_size, autocast_dtype, show_progress)
+    return _encode_as_beir(model, model.encode_corpus, documents, batch_size, autocast_dtype, show_progress)
 
 
-def check_autocast_dtype(name: str | None) -> None:
-    """Raise `ConfigError` for what is neither None nor the name of a dtype to autocast to."""
-    check_choice("autocast_dtype", name, (None, *AUTOCAST_DTYPES))
+# What identifies them ------------------------------------------------------------------------------------------------
+
+
+def metric_of(model: Any, score_function: str | None = None) -> Metric:
+    """What embeddings are compared by; None is the model's own similarity, cosine where it has none.
+
+    Raises:
+        ConfigError: another similarity than cosine and dot product.
+    """
+    name = score_function or getattr(model, "similarity_fn_name", None) or "cosine"
+    if name not in _METRICS:
+        whose = "the model compares by" if score_function is None else "score function"
+        raise ConfigError(f"{whose} {name!r}, and an index ranks by 'cos_sim' or 'dot': choose one of the two")
+    return _METRICS[name]
+
+
+def encoding_identity(model: Any, kind: Kind, precision: str, dtype: str, shard_size: int) -> dict[str, Any]:
+    """The `identity` of `StoreWriter`: what decides embeddings besides the texts; takes a pass over the weights."""
+    return {
+        "kind": kind,
+        "model": model_fingerprint(model),
+        "similarity": metric_of(model),
+        "tokenisation": {**(tokenisation_contract(model) or {}), "fingerprint": tokenizer_fingerprint(model, kind)},
+        "precision": precision,
+        "dtype": dtype,
+        "shard_size": shard_size,
+    }
 
 
 def model_fingerprint(model: Any) -> str | None:
@@ -145,7 +200,7 @@ def tokenisation_contract(model: Any) -> dict[str, Any] | None:
     """
     from contaccum.encoders import tower
 
-    if not _is_sentence_transformer(model):
+    if not hasattr(model, "encode_document"):
         return None
     query, document = (list(tower(model, kind).children()) for kind in ("query", "document"))
     tokenizer = getattr(document[0], "tokenizer", None)
@@ -154,7 +209,7 @@ def tokenisation_contract(model: Any) -> dict[str, Any] | None:
         "document_max_length": _max_length(document[0], "document"),
         "query_prompt": _prompt_for(model, "query") or "",
         "document_prompt": _prompt_for(model, "document") or "",
-        "title_separator": TITLE_SEPARATOR,
+        "title_separator": " ",
         "tokenizer": type(tokenizer).__name__ if tokenizer is not None else None,
         "pooling": next((m.pooling_mode for m in document if hasattr(m, "pooling_mode")), None),
         "normalize": any(type(m).__name__ == "Normalize" for m in document),
@@ -177,6 +232,9 @@ def tokenizer_fingerprint(model: Any, kind: Kind) -> str | None:
     return None
 
 
+# Details -------------------------------------------------------------------------------------------------------------
+
+
 def _max_length(module: Any, kind: str) -> int | None:
     length = getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
     # Static embeddings say infinity, which JSON does not have.
@@ -191,38 +249,29 @@ def _prompt_for(model: Any, kind: Kind) -> str | None:
     return model.prompts.get(model.default_prompt_name) if model.default_prompt_name is not None else None
 
 
-def _autocast(device_type: str, autocast_dtype: str | None) -> AbstractContextManager[Any]:
-    check_autocast_dtype(autocast_dtype)
+def _autocast(model: Any, autocast_dtype: str | None) -> AbstractContextManager[Any]:
+    check_choice("autocast_dtype", autocast_dtype, AUTOCAST_DTYPES)
     if autocast_dtype is None:
         return nullcontext()
     import torch
 
-    return torch.autocast(device_type, dtype=getattr(torch, autocast_dtype))
-
-
-def _is_sentence_transformer(model: Any) -> bool:
-    from sentence_transformers import SentenceTransformer
-
-    return isinstance(model, SentenceTransformer)
+    device = getattr(model, "device", None) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.autocast(device.type, dtype=getattr(torch, autocast_dtype))
 
 
 def _encode_as_beir(
-    encode: Any, items: Sequence[Any], batch_size: int, autocast_dtype: str | None, show_progress: bool
+    model: Any, encode: Any, items: Sequence[Any], batch_size: int, autocast_dtype: str | None, show_progress: bool
 ) -> np.ndarray:
     import torch
 
-    with _autocast("cuda" if torch.cuda.is_available() else "cpu", autocast_dtype):
-        return _as_float32(
-            encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
-        )
+    with _autocast(model, autocast_dtype):
+        found = encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
+    # Some answer with a list of tensors all the same.
+    return _as_float32(torch.stack(list(found)) if isinstance(found, (list, tuple)) else found)
 
 
 def _as_float32(embeddings: Any) -> np.ndarray:
-    """A C-contiguous float32 array (k, d), from an array, a tensor on any device, or a list of either."""
-    import torch
-
-    if isinstance(embeddings, (list, tuple)) and embeddings and isinstance(embeddings[0], torch.Tensor):
-        embeddings = torch.stack(list(embeddings))
-    if isinstance(embeddings, torch.Tensor):
+    """A C-contiguous float32 array (k, d), from an array or a tensor on any device."""
+    if hasattr(embeddings, "detach"):
         embeddings = embeddings.detach().float().cpu().numpy()
     return np.ascontiguousarray(embeddings, dtype=np.float32)

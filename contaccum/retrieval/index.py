@@ -1,33 +1,62 @@
-"""An index over embeddings by any FAISS `index_factory` string, exact or not, in memory or as a file; search in it.
+"""Search embeddings by FAISS: exactly, or with an index of any `index_factory` string, in memory or in a file.
 
-Scores are inner products, higher is better; "cos" compares copies of length 1. "Flat" is no index: `exact` searches the
-embeddings where they lie. Texts and models are the business of `encode` and `searcher`.
+Scores are inner products, higher is better; "cos" compares copies of length 1. "Flat" builds nothing: embeddings are
+searched where they lie, an array or a store of any size, slice by slice. Texts and models are the business of `encode`
+and `searcher`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
-from contaccum.retrieval.exact import GPU_MAX_K, SLICE_BYTES, ArrayRows, Metric, Rows, exact_search, ordered, prepared
+from contaccum.retrieval.encode import Metric
+from contaccum.retrieval.store import EmbeddingStore
 
-logger = logging.getLogger(__name__)
+# Rows of float32 searched at a time: enough for products to run at full speed, little beside a corpus.
+SLICE_BYTES = 2**28
+# So many results more than k are held until the end, so that equal scores are ordered by id at the k-th place too.
+_MARGIN = 32
+# FAISS keeps its top k on a GPU in shared memory, which bounds k.
+_GPU_MAX_K = 2048
+# Fewer queries are not worth a thread of their own; the results of more are not merged at once.
+_FEWEST_QUERIES, _MOST_QUERIES = 64, 4096
+# To train on: FAISS asks for 39 points per centroid; 2**16 rows are enough for what has centroids of its own.
+_POINTS_PER_CENTROID, _LEAST_ROWS = 64, 2**16
 
-GPU_MODES = ("replicate", "shard")
 
-_FORMAT, _VERSION = "contaccum FAISS index", 1
-# FAISS samples at most 256 points per centroid to train on, and asks for 39 at the least; 2**16 rows are enough for
-# what has centroids of its own (256 in a product quantiser, say).
-_POINTS_PER_CENTROID, _FEWEST_POINTS, _TRAINING_BYTES, _LEAST_ROWS = 256, 40, 2**31, 2**16
+class ArrayRows:
+    """An array (N, d) to be searched like a store; held without a copy. Without `ids`, row numbers are the ids."""
+
+    def __init__(self, embeddings: np.ndarray, ids: Sequence[str] | None = None) -> None:
+        if embeddings.ndim != 2 or not len(embeddings):
+            raise ConfigError(f"an index needs embeddings of shape (n, d) with n > 0, not {embeddings.shape}")
+        self.embeddings, self._ids, self.dim = embeddings, ids, embeddings.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return np.asarray(self.embeddings[start:stop], dtype=np.float32)
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.embeddings[rows], dtype=np.float32)
+
+    def ids(self, rows: np.ndarray) -> list[Any]:
+        return rows.tolist() if self._ids is None else [self._ids[row] for row in rows.tolist()]
+
+
+Rows = ArrayRows | EmbeddingStore
 
 
 @dataclass
@@ -37,8 +66,7 @@ class DenseIndex:
     Attributes:
         corpus: the embeddings.
         faiss_index: None where the embeddings themselves are searched ("Flat").
-        gpu: FAISS's cloner options where GPUs are used.
-        cpu_index: held beside an index on GPUs, for a k beyond what they can do and to be written.
+        gpus: how many GPUs search; 0 for the CPU.
     """
 
     corpus: Rows
@@ -46,8 +74,7 @@ class DenseIndex:
     factory: str
     metric: Metric
     parameters: str | None = None
-    gpu: Any = None
-    cpu_index: Any = None
+    gpus: int = 0
 
     @property
     def dimension(self) -> int:
@@ -57,16 +84,6 @@ class DenseIndex:
     def is_exact(self) -> bool:
         return self.faiss_index is None
 
-    @property
-    def gpus(self) -> int:
-        """How many GPUs are used."""
-        import faiss
-
-        return faiss.get_num_gpus() if self.gpu is not None else 0
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
 
 def build_index(
     embeddings: np.ndarray | Rows,
@@ -75,8 +92,6 @@ def build_index(
     use_gpu: bool | Literal["auto"] = "auto",
     ids: Sequence[str] | None = None,
     parameters: str | None = None,
-    gpu_mode: str = "replicate",
-    gpu_float16: bool = False,
 ) -> DenseIndex:
     """Index N embeddings of d dimensions.
 
@@ -84,32 +99,69 @@ def build_index(
         embeddings: an array (N, d), or a store. "Flat" copies nothing: leave an array as it is while the index is used.
         factory: "Flat" is exact; "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" trade that for speed or room.
         metric: "cos" (copies are normalised, the caller's array is left alone) or "dot".
-        use_gpu, gpu_mode, gpu_float16: see `find_gpus`.
+        use_gpu: let "Flat" search on all GPUs that FAISS sees, if it sees any; other indexes search on the CPU.
         ids: N document ids of an array; equal scores are ordered by them, ascending. Without, by row.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". An IVF index without any probes an
             eighth of its lists: FAISS's own default of one list finds too little to be of use.
 
     Raises:
-        ConfigError: the factory string is wrong or cannot hold d dimensions or an inner product, there are too few
-            vectors to train it, or a GPU was insisted on and none will do.
+        ConfigError: the factory string is wrong or cannot hold d dimensions or an inner product, or there are too few
+            vectors to train it.
         UserError: an embedding is NaN or infinite ("Flat" finds that out when it searches).
     """
+    import faiss
+
     corpus = ArrayRows(embeddings, ids) if isinstance(embeddings, np.ndarray) else embeddings
-    gpu = find_gpus(use_gpu, gpu_mode, gpu_float16)
     index = check_factory(factory, corpus.dim, len(corpus), metric, parameters)
     if factory == "Flat":
-        return DenseIndex(corpus, None, factory, metric, parameters, gpu)
+        return DenseIndex(corpus, None, factory, metric, parameters, faiss.get_num_gpus() if use_gpu else 0)
     try:
         if not index.is_trained:
-            sample = corpus.take(_training_rows(len(corpus), corpus.dim, _inverted_lists(index)))
-            index.train(prepared(sample, metric, "document embedding")[0])
+            most = min(max(_POINTS_PER_CENTROID * _inverted_lists(index), _LEAST_ROWS), len(corpus))
+            sample = np.sort(np.random.default_rng(0).choice(len(corpus), most, replace=False))
+            index.train(prepared(corpus.take(sample), metric, "document embedding"))
         size = max(1, SLICE_BYTES // (4 * corpus.dim))
         for start in range(0, len(corpus), size):
             rows = corpus.slice(start, min(start + size, len(corpus)))
-            index.add(prepared(rows, metric, "document embedding", start)[0])
+            index.add(prepared(rows, metric, "document embedding", start))
     except RuntimeError as error:
         raise ConfigError(f"FAISS cannot build index {factory!r} on {len(corpus)} vectors: {_reason(error)}") from error
-    return _ready(DenseIndex(corpus, index, factory, metric, parameters), gpu, use_gpu is True)
+    return DenseIndex(corpus, index, factory, metric, _set_parameters(index, factory, parameters))
+
+
+def open_index(
+    path: AnyPath, store: EmbeddingStore, factory: str, metric: Metric = "cos", parameters: str | None = None
+) -> DenseIndex:
+    """The index of a store in a file, mapped into memory; where there is none, it is built and written first.
+
+    FAISS trusts what it reads: open no stranger's file. PATH.json says of what the index is.
+
+    Raises:
+        ConfigError: see `build_index`.
+        DataError: the file is of something else, or no index that FAISS reads.
+    """
+    import faiss
+
+    path, described = Path(path), Path(f"{path}.json")
+    about = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
+    mend = "name another file, or remove it to build it anew"
+    if not described.exists():
+        if path.exists():
+            raise DataError(f"{path}: there is no {described.name} beside it that says of what it is ({mend})")
+        index = build_index(store, factory, metric, parameters=parameters)
+        with atomic_file(path) as part:
+            faiss.write_index(index.faiss_index, str(part))
+        write_json(described, about | {"store": str(store.folder), "faiss": faiss.__version__})
+        return index
+    there = read_json(described)
+    for name, wanted in about.items():
+        if there.get(name) != wanted:
+            raise DataError(f"{path}: is an index of {name} {there.get(name)}, asked for is {wanted} ({mend})")
+    try:
+        found = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    except RuntimeError as error:
+        raise DataError(f"{path}: cannot be read: {_reason(error)} ({mend})") from error
+    return DenseIndex(store, found, factory, metric, _set_parameters(found, factory, parameters))
 
 
 def search(
@@ -121,49 +173,83 @@ def search(
     row -1 with score -inf.
 
     Raises:
-        ConfigError: k < 1, or queries of another dimension.
         UserError: NaN or infinite vectors.
-        DataError: an index that finds rows which the corpus lacks.
     """
     from tqdm.auto import tqdm
 
-    if k < 1:
-        raise ConfigError(f"k must be at least 1, not {k}")
-    if queries.ndim != 2 or queries.shape[1] != index.dimension:
-        raise ConfigError(f"queries have shape {queries.shape}, the index holds {index.dimension} dimensions")
-    k = min(k, len(index))
-    if index.gpu is not None and k > GPU_MAX_K:
-        logger.info("A GPU gives %d documents per query at the most: the best %d are found on the CPU", GPU_MAX_K, k)
     if index.is_exact:
         with tqdm(unit=" rows", desc="Searching", unit_scale=True, disable=not show_progress) as bar:
-            return exact_search(index.corpus, queries, k, index.metric, index.gpu, on_slice=bar.update)
-    searched = index.cpu_index if index.gpu is not None and k > GPU_MAX_K else index.faiss_index
-    scores, rows = searched.search(prepared(queries, index.metric, "query embedding")[0], k)
-    if rows.size and rows.max() >= len(index):
-        raise DataError(f"the index finds row {rows.max()} of {len(index)}: it is broken (build it anew)")
-    scores[rows < 0] = -np.inf
-    return ordered(scores, rows, k, index.corpus.ids)
+            return exact_search(index.corpus, queries, k, index.metric, index.gpus > 0, bar.update)
+    scores, rows = index.faiss_index.search(
+        prepared(queries, index.metric, "query embedding"), min(k, len(index.corpus))
+    )
+    return _ordered(scores, rows, index.corpus.ids)
 
 
-def recall_against_exact(
-    index: DenseIndex, queries: np.ndarray, rows: np.ndarray, k_values: Sequence[int] = (10, 100, 1000)
-) -> dict[str, Any] | None:
-    """{"queries": 100, "recall@10": ...}: the share of the exact result that `search` found; None for an exact index.
+def exact_search(
+    corpus: Rows,
+    queries: np.ndarray,
+    k: int,
+    metric: Metric = "cos",
+    on_gpus: bool = False,
+    on_slice: Callable[[int], object] = lambda rows: None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The k best rows of each query (n, d) and their scores, as `search` returns them; memory holds a slice of rows.
+
+    Args:
+        on_gpus: search slices on all GPUs, as far as k is not beyond FAISS's bound there.
+        on_slice: called with the number of rows of each slice that was searched.
+
+    Raises:
+        UserError: NaN or infinity in a query or a document.
+    """
+    import faiss
+
+    queries, k = prepared(queries, metric, "query embedding"), min(k, len(corpus))
+    held = min(k + _MARGIN, len(corpus))
+    on_gpus = on_gpus and held <= _GPU_MAX_K
+    scores = np.full((len(queries), held), -np.inf, dtype=np.float32)
+    rows = np.full((len(queries), held), -1, dtype=np.int64)
+
+    # Threads that share a block of FAISS's wait for each other at each: a group of queries for each takes half the CPU
+    # time, and on a busy machine a fraction of the wall time.
+    threads = faiss.omp_get_max_threads()
+    groups = 1 if on_gpus else max(1, min(threads, len(queries) // _FEWEST_QUERIES))
+    count = max(groups, -(-len(queries) // _MOST_QUERIES))
+    parts = list(zip(*(np.array_split(array, count) for array in (queries, scores, rows)), strict=True))
+
+    size = min(max(1, SLICE_BYTES // (4 * corpus.dim)), len(corpus))
+    # Fresh memory for every slice would cost more than what is written to it.
+    buffer = np.empty((size, corpus.dim), dtype=np.float32) if metric == "cos" else None
+    # FAISS takes products one by one below 128,000 numbers of queries, at a fifteenth of the speed.
+    before, faiss.cvar.distance_compute_blas_threshold = faiss.cvar.distance_compute_blas_threshold, 8 * corpus.dim
+    initializer = partial(faiss.omp_set_num_threads, threads // groups)
+    try:
+        with ThreadPoolExecutor(groups, initializer=initializer) as pool:
+            for start in range(0, len(corpus), size):
+                stop = min(start + size, len(corpus))
+                documents = prepared(corpus.slice(start, stop), metric, "document embedding", start, buffer)
+                merge = partial(_merge, _searcher(documents, on_gpus), start, min(held, stop - start))
+                list(pool.map(merge, parts))
+                on_slice(stop - start)
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = before
+    scores, rows = _ordered(scores, rows, corpus.ids)
+    return scores[:, :k], rows[:, :k]
+
+
+def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarray) -> dict[str, Any] | None:
+    """{"queries": 100, "recall@k": ...}: the share of the exact result that `search` found; None for an exact index.
 
     Args:
         queries, rows: all queries (n, d) and the rows (n, k) found for them. A hundred, spread evenly, are compared.
-        k_values: those up to k are reported, and k.
     """
-    k = rows.shape[1]
     if index.is_exact or not len(queries):
         return None
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
-    _, exact = exact_search(index.corpus, queries[sample], k, index.metric)
-    recall: dict[str, Any] = {"queries": len(sample)}
-    for cut in sorted({cut for cut in k_values if cut < k} | {k}):
-        hits = [np.isin(line[:cut], found[:cut]).mean() for line, found in zip(exact, rows[sample], strict=True)]
-        recall[f"recall@{cut}"] = float(np.mean(hits))
-    return recall
+    _, exact = exact_search(index.corpus, queries[sample], rows.shape[1], index.metric)
+    hits = [np.isin(line, found).mean() for line, found in zip(exact, rows[sample], strict=True)]
+    return {"queries": len(sample), f"recall@{rows.shape[1]}": float(np.mean(hits))}
 
 
 # What can work -------------------------------------------------------------------------------------------------------
@@ -180,19 +266,13 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise ConfigError(
-            f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product "
-            f"({_reason(error)}); 'Flat' always works"
-        ) from error
-    if index.metric_type != faiss.METRIC_INNER_PRODUCT or isinstance(faiss.downcast_index(index), faiss.IndexIDMap):
-        raise ConfigError(f"index {factory!r} does not rank rows by inner product; use 'Flat', 'HNSW32' or 'IVF...'")
-    lists = _inverted_lists(index)
-    if n < lists:
-        raise ConfigError(
-            f"index {factory!r} needs at least {lists} vectors to train and the corpus has {n}; use 'Flat'"
-        )
-    if parameters is not None:
-        _set_parameters(index, factory, parameters)
+        what = f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product"
+        raise ConfigError(f"{what} ({_reason(error)}); 'Flat' always works") from error
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ConfigError(f"index {factory!r} does not rank by inner product; use 'Flat', 'HNSW32' or 'IVF...'")
+    if n < (lists := _inverted_lists(index)):
+        raise ConfigError(f"index {factory!r} needs {lists} vectors to train, the corpus has {n}; use 'Flat'")
+    _set_parameters(index, factory, parameters)
     return index
 
 
@@ -202,145 +282,78 @@ def default_parameters(index: Any) -> str | None:
     return f"nprobe={math.ceil(lists / 8)}" if lists else None
 
 
-def find_gpus(use_gpu: bool | Literal["auto"] = "auto", mode: str = "replicate", float16: bool = False) -> Any:
-    """FAISS's cloner options for all GPUs that it sees; None to search on the CPU.
+def prepared(
+    vectors: np.ndarray, metric: Metric, what: str, first: int = 0, out: np.ndarray | None = None
+) -> np.ndarray:
+    """float32, C-contiguous; for "cos" a copy of length 1 (a zero vector stays zero).
 
     Args:
-        use_gpu: "auto" takes what there is; True insists.
-        mode: "replicate" (each GPU holds all, and they share the queries) or "shard" (each holds a part).
-        float16: vectors take half the memory there. A Flat search is exact all the same.
+        what, first: name a vector in errors, and the row of the first one.
+        out: memory of at least that shape for the copy.
 
     Raises:
-        ConfigError: an unknown mode, or True where FAISS sees no GPU.
+        UserError: NaN or infinity, of squares too. FAISS answers NaN with row -1 and no word, which would read as a
+            poor model.
     """
-    import faiss
-
-    check_choice("gpu_mode", mode, GPU_MODES)
-    if not use_gpu or not faiss.get_num_gpus():
-        if use_gpu is True:
-            raise ConfigError("use_gpu=True, but FAISS sees no GPU; install faiss-gpu in place of faiss-cpu")
-        return None
-    options = faiss.GpuMultipleClonerOptions()
-    options.shard, options.useFloat16 = mode == "shard", float16
-    return options
-
-
-# An index as a file --------------------------------------------------------------------------------------------------
-
-
-def save_index(index: DenseIndex, path: AnyPath, fingerprint: str, store: str) -> None:
-    """Write an approximate index to PATH and its description to PATH.json, each whole or not at all.
-
-    Args:
-        fingerprint: of what was indexed (`EmbeddingStore.fingerprint`).
-        store: where that lies, for people.
-
-    Raises:
-        ConfigError: a Flat index, which is the embeddings themselves.
-        UserError: the file cannot be written.
-    """
-    import faiss
-
-    if index.is_exact:
-        raise ConfigError("a Flat index searches the store itself: there is nothing to write to an index file")
-    # A description that outlived its index would vouch for another one.
-    description_path(path).unlink(missing_ok=True)
-    with atomic_file(path) as part:
-        faiss.write_index(index.cpu_index or index.faiss_index, str(part))
-    about = {"format": _FORMAT, "version": _VERSION, "factory": index.factory, "metric": index.metric}
-    about |= {"dimension": index.dimension, "rows": len(index), "fingerprint": fingerprint, "store": store}
-    write_json(description_path(path), {**about, "bytes": Path(path).stat().st_size, "faiss": faiss.__version__})
-
-
-def load_index(
-    path: AnyPath,
-    corpus: Rows,
-    fingerprint: str,
-    factory: str,
-    metric: Metric = "cos",
-    parameters: str | None = None,
-    gpu: Any = None,
-    insist: bool = False,
-) -> DenseIndex:
-    """The index that `save_index` wrote, mapped into memory. FAISS trusts what it reads: load no file of a stranger's.
-
-    Args:
-        corpus, fingerprint, factory, metric: what must have been indexed, and how; anything else is refused.
-        parameters: see `build_index`.
-        gpu, insist: see `find_gpus`.
-
-    Raises:
-        ConfigError: the index is of another kind than asked for, or the search parameters do not fit it.
-        DataError: the files are missing, cut off, of another corpus, or no index that FAISS reads.
-    """
-    import faiss
-
-    mend = "name another file, or remove it to build it anew"
-    about = read_json(description_path(path))
-    if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
-        raise DataError(f"{description_path(path)}: does not describe an index that this version reads ({mend})")
-    if (about.get("fingerprint"), about.get("dimension"), about.get("rows")) != (fingerprint, corpus.dim, len(corpus)):
-        raise DataError(f"{path}: is an index of other embeddings: {about.get('store')} ({mend})")
-    for name, wanted in (("factory", factory), ("metric", metric)):
-        if about.get(name) != wanted:
-            raise ConfigError(f"{path}: has {name} {about.get(name)!r}, asked for is {wanted!r} ({mend})")
-    try:
-        if Path(path).stat().st_size != about.get("bytes"):
-            raise RuntimeError(f"{Path(path).stat().st_size} bytes, and not {about.get('bytes')} as described")
-        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-        found = (type(index), index.d, index.ntotal, index.metric_type)
-        if found != (type(check_factory(factory, corpus.dim, len(corpus), metric)), corpus.dim, len(corpus), 0):
-            raise RuntimeError(f"{found[0].__name__} of {index.ntotal} x {index.d}, and not {factory} as described")
-    except (OSError, RuntimeError) as error:
-        raise DataError(f"{path}: cannot be read: {_reason(error)} ({mend})") from error
-    return _ready(DenseIndex(corpus, index, factory, metric, parameters), gpu, insist)
-
-
-def description_path(path: AnyPath) -> Path:
-    """Where the description of an index file lies."""
-    return Path(f"{path}.json")
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    if not np.isfinite(norms).all():
+        row = first + int(np.flatnonzero(~np.isfinite(norms))[0])
+        raise UserError(f"{what} {row} holds NaN, infinity or numbers too large for float32 scores")
+    if metric == "dot":
+        return vectors
+    return np.divide(vectors, np.where(norms > 0, norms, 1)[:, None], out=None if out is None else out[: len(vectors)])
 
 
 # Details -------------------------------------------------------------------------------------------------------------
 
 
-def _ready(index: DenseIndex, gpu: Any, insist: bool) -> DenseIndex:
-    """A filled index with its search parameters set, on its GPUs."""
+def _searcher(documents: np.ndarray, on_gpus: bool) -> Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]:
+    """What finds scores and places of the k best of some documents."""
     import faiss
 
-    index.parameters = index.parameters or default_parameters(index.faiss_index)
-    if index.parameters is not None:
-        _set_parameters(index.faiss_index, index.factory, index.parameters)
-    if gpu is not None:
+    if not on_gpus:
+        return lambda queries, k: faiss.knn(queries, documents, k, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexFlatIP(documents.shape[1])
+    index.add(documents)
+    return faiss.index_cpu_to_all_gpus(index).search
+
+
+def _merge(searcher: Any, start: int, k: int, part: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """Take what the slice from row `start` has for some queries into their results so far, in place."""
+    queries, scores, rows = part
+    found, places = searcher(queries, k)
+    both, both_rows = np.concatenate([scores, found], axis=1), np.concatenate([rows, places + start], axis=1)
+    # Both halves are sorted, and this merges them.
+    best = np.argsort(-both, axis=1, kind="stable")[:, : scores.shape[1]]
+    scores[:], rows[:] = np.take_along_axis(both, best, axis=1), np.take_along_axis(both_rows, best, axis=1)
+
+
+def _ordered(
+    scores: np.ndarray, rows: np.ndarray, ids: Callable[[np.ndarray], Sequence[Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lines that are sorted by score, with equal scores in the order of ids; row -1, for none, has score -inf."""
+    scores[rows < 0] = -np.inf
+    equal = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
+    for line in np.flatnonzero(equal.any(axis=1)).tolist():
+        tied = np.flatnonzero(np.r_[equal[line], False] | np.r_[False, equal[line]])
+        keys = list(zip((-scores[line, tied]).tolist(), ids(rows[line, tied]), strict=True))
+        rows[line, tied] = rows[line, tied[sorted(range(len(keys)), key=keys.__getitem__)]]
+    return scores, rows
+
+
+def _set_parameters(index: Any, factory: str, parameters: str | None) -> str | None:
+    """Search with these parameters, or with the default ones; which they are."""
+    import faiss
+
+    parameters = parameters or default_parameters(index)
+    if parameters is not None:
         try:
-            moved = faiss.index_cpu_to_all_gpus(index.faiss_index, co=gpu)
-        except (RuntimeError, AttributeError) as error:
-            if insist:
-                raise ConfigError(f"index {index.factory!r} cannot go to a GPU: {_reason(error)}") from error
-            logger.warning("Index %r stays on the CPU: %s", index.factory, _reason(error))
-        else:
-            index.cpu_index, index.faiss_index, index.gpu = index.faiss_index, moved, gpu
-    return index
-
-
-def _set_parameters(index: Any, factory: str, parameters: str) -> None:
-    import faiss
-
-    try:
-        # FAISS takes nprobe=0 here and fails at the first search.
-        if re.search(r"=\s*(-|0+\s*(,|$))", parameters):
-            raise RuntimeError("search parameters are positive")
-        space: Any = faiss.ParameterSpace()  # its stub knows one of two overloads
-        space.set_index_parameters(index, parameters)
-    except RuntimeError as error:
-        raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
-
-
-def _training_rows(n: int, dimension: int, lists: int) -> np.ndarray:
-    """Rows to train on: all, or a sample, ascending, the same in every run."""
-    most = max(_TRAINING_BYTES // (4 * dimension), lists * _FEWEST_POINTS)
-    wanted = max(min(lists * _POINTS_PER_CENTROID, most), _LEAST_ROWS)
-    return np.arange(n) if n <= wanted else np.sort(np.random.default_rng(0).choice(n, wanted, replace=False))
+            space: Any = faiss.ParameterSpace()  # its stub knows one of two overloads
+            space.set_index_parameters(index, parameters)
+        except RuntimeError as error:
+            raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
+    return parameters
 
 
 def _inverted_lists(index: Any) -> int:

@@ -1,6 +1,6 @@
-"""Dense retrieval behind BEIR's interface: `EvaluateRetrieval(FaissSearcher(model), score_function="cos_sim")`.
+"""Search for texts: with a model behind BEIR's interface, `EvaluateRetrieval(FaissSearcher(model))`, or by BM25.
 
-Joins `encode` and `index`. It computes no metric, writes no file, and does not import beir.
+`FaissSearcher` joins `encode` and `index`. No metric is computed and no file written here, and beir is not imported.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.encode import check_autocast_dtype, encode_corpus, encode_queries
-from contaccum.retrieval.exact import Metric
+from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.retrieval.encode import AUTOCAST_DTYPES, Metric, encode_corpus, encode_queries, metric_of
 from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
 Run = dict[str, dict[str, float]]
-
-# BEIR's names, and those of sentence-transformers, for the two similarities that an inner product can rank by.
-_METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", "dot": "dot"}
 
 
 class FaissSearcher:
@@ -29,7 +25,7 @@ class FaissSearcher:
         model: a SentenceTransformer (see `encode_texts`), or any object with `encode_queries` and `encode_corpus` as
             BEIR calls them.
         index: a FAISS factory string; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
-        index_parameters, use_gpu, gpu_mode, gpu_float16: see `build_index`. The model stays on the device it is on.
+        index_parameters, use_gpu: see `build_index`. The model stays on the device it is on.
         batch_size, autocast_dtype: see `encode_texts`.
 
     Attributes:
@@ -47,12 +43,9 @@ class FaissSearcher:
         use_gpu: bool | Literal["auto"] = "auto",
         autocast_dtype: str | None = None,
         show_progress_bar: bool = True,
-        gpu_mode: str = "replicate",
-        gpu_float16: bool = False,
     ) -> None:
-        check_autocast_dtype(autocast_dtype)
-        self.model, self.index, self.index_parameters = model, index, index_parameters
-        self.gpu = (use_gpu, gpu_mode, gpu_float16)
+        check_choice("autocast_dtype", autocast_dtype, AUTOCAST_DTYPES)
+        self.model, self.index, self.index_parameters, self.use_gpu = model, index, index_parameters, use_gpu
         self.encoding = (batch_size, autocast_dtype, show_progress_bar)
         self.timing: dict[str, float] = {}
         self.last_index: DenseIndex | None = None
@@ -78,11 +71,11 @@ class FaissSearcher:
         metric = self.metric(score_function)
         if not corpus:
             raise DataError("the corpus has no documents to search")
-        document_ids, (use_gpu, mode, float16) = list(corpus), self.gpu
+        ids = list(corpus)
         self.timing, self.recall = {}, None
         embedded = self._timed("encode_queries", encode_queries, self.model, list(queries.values()), *self.encoding)
         documents = self._timed("encode_corpus", encode_corpus, self.model, list(corpus.values()), *self.encoding)
-        settings = (self.index, metric, use_gpu, document_ids, self.index_parameters, mode, float16)
+        settings = (self.index, metric, self.use_gpu, ids, self.index_parameters)
         self.last_index = self._timed("index", build_index, documents, *settings)
         if not queries:
             return {}
@@ -90,7 +83,7 @@ class FaissSearcher:
         if not self.last_index.is_exact:
             self.recall = self._timed("recall", recall_against_exact, self.last_index, embedded, rows[:, :top_k])
         run: Run = {}
-        names = np.array(document_ids, dtype=object)
+        names = np.array(ids, dtype=object)
         for query, line_scores, line_rows in zip(queries, scores, rows, strict=True):
             there = int((line_rows >= 0).sum())  # rows that are not there come last
             hits = dict(zip(names[line_rows[:there]].tolist(), line_scores[:there].tolist(), strict=True))
@@ -100,20 +93,63 @@ class FaissSearcher:
         return run
 
     def metric(self, score_function: str | None = None) -> Metric:
-        """The index's metric for a score function's name; None is the model's own, cosine where it has none."""
-        if score_function is None:
-            score_function = getattr(self.model, "similarity_fn_name", None) or "cosine"
-            if score_function not in _METRICS:
-                raise ConfigError(
-                    f"the model compares by {score_function!r}, and an index here ranks by cosine or dot product: "
-                    "choose one of the two"
-                )
-        if score_function not in _METRICS:
-            raise ConfigError(f"score function must be 'cos_sim' or 'dot', not {score_function!r}")
-        return _METRICS[score_function]
+        """See `metric_of`."""
+        return metric_of(self.model, score_function)
 
     def _timed(self, stage: str, function: Any, *args: Any) -> Any:
         started = time.perf_counter()
         result = function(*args)
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
         return result
+
+
+class BM25Index:
+    """Passages by bm25s (Lucene's variant), for those who have no model yet: lower-cased words of two letters or more.
+
+    Args:
+        where: what the passages are from, for the message.
+        k1, b: saturation of term frequency, and how far long passages are held back; 0.9 and 0.4 are DPR's.
+
+    Raises:
+        ConfigError: bm25s is not installed, or a parameter out of range.
+        DataError: no passage has a word.
+    """
+
+    def __init__(
+        self, passages: list[str], where: str, k1: float = 0.9, b: float = 0.4, show_progress: bool = False
+    ) -> None:
+        check_bm25(k1, b)
+        import bm25s
+
+        words = bm25s.tokenize(passages, stopwords=[], return_ids=False, show_progress=show_progress)
+        if not any(words):
+            raise DataError(f"{where}: no passage has a word of two letters for BM25 to find")
+        self.bm25 = bm25s.BM25(k1=k1, b=b)
+        self.bm25.index(words, show_progress=show_progress)
+
+    def scores(self, query: str) -> np.ndarray:
+        """float32 (n,) of all passages; 0 where no word of the query occurs."""
+        import bm25s
+
+        (words,) = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
+        return self.bm25.get_scores(words) if words else np.zeros(self.bm25.scores["num_docs"], dtype=np.float32)
+
+    def best(self, query: str, k: int) -> np.ndarray:
+        """Rows of the k' <= k passages that score best, above 0, best first; equal ones in order of the row."""
+        return best_rows(self.scores(query), k)
+
+
+def best_rows(scores: np.ndarray, k: int) -> np.ndarray:
+    """Rows of the k best scores above 0, best first; equal ones in order of the row."""
+    rows = np.flatnonzero(scores > 0)
+    return rows[np.argsort(-scores[rows], kind="stable")[:k]]
+
+
+def check_bm25(k1: float = 0.9, b: float = 0.4) -> None:
+    """Raise `ConfigError` where bm25s is missing or a parameter is out of range."""
+    if k1 < 0 or not 0 <= b <= 1:
+        raise ConfigError(f"bm25_k1={k1} and bm25_b={b} are out of range: k1 is 0 or more, b between 0 and 1")
+    try:
+        import bm25s  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error

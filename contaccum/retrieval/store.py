@@ -16,11 +16,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,20 +27,11 @@ from contaccum.errors import DataError, UserError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, git_commit, package_versions, read_json, write_json
 
 ABOUT = "store.json"
-DTYPES = ("float32", "float16")
 
 _SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
 _FORMAT, _VERSION = "contaccum embedding store", 1
 # Maps stay open, and a process may open 1,024 files: those used last are.
 _MAPPED_SHARDS = 64
-
-
-class Shard(NamedTuple):
-    """Rows `first_row` and on of a store: ids, an Arrow array (n,), and embeddings (n, d), mapped."""
-
-    first_row: int
-    ids: Any
-    embeddings: np.ndarray
 
 
 class EmbeddingStore:
@@ -56,8 +46,7 @@ class EmbeddingStore:
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.folder, self.about = folder, about
         self.dim, self.dtype = int(about["dimension"]), np.dtype(about["dtype"])
-        self._sizes = [int(shard["rows"]) for shard in about["shards"]]
-        self._starts = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
+        self._starts = np.cumsum([0, *(shard["rows"] for shard in about["shards"])], dtype=np.int64)
         self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
 
     @classmethod
@@ -65,7 +54,7 @@ class EmbeddingStore:
         """The store in a folder.
 
         Raises:
-            DataError: no store, one that is not finished, or files that are missing, cut off or of another kind.
+            DataError: no store, one that is not finished, or files that are missing or cut off.
         """
         folder = Path(folder)
         about = read_about(folder)
@@ -73,15 +62,13 @@ class EmbeddingStore:
             raise DataError(f"{folder}: not a store of embeddings (write one with contaccum encode)")
         if about.get("finished") is not True:
             raise DataError(f"{folder}: the store is not finished (run the same contaccum encode again: it goes on)")
-        with _refusing_broken(folder):
+        try:
             store = cls(folder, about)
-            if about["dtype"] not in DTYPES or store.dim < 1 or min(store._sizes, default=0) < 1:
-                raise ValueError(f"dimension {about['dimension']}, {about['dtype']}, shards of {store._sizes[:3]} rows")
-            if len(store) != about["rows"]:
-                raise ValueError(f"its shards have {len(store)} rows, not {about['rows']}")
-            for number, shard in enumerate(about["shards"]):
-                if _bytes_of(_shard_folder(folder, number)) != shard["bytes"]:
-                    raise ValueError(f"the files of {_shard_folder(folder, number)} are cut off")
+            cut_off = [n for n, shard in enumerate(about["shards"]) if _bytes_of(store._shard(n)) != shard["bytes"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _broken(folder, f"{type(error).__name__} {error}") from error
+        if cut_off:
+            raise _broken(folder, f"the files of {store._shard(cut_off[0])} are cut off")
         return store
 
     def __len__(self) -> int:
@@ -100,22 +87,14 @@ class EmbeddingStore:
         about["corpus"] = (self.about.get("corpus") or {}).get("fingerprint")
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
-    def shards(self) -> Iterator[Shard]:
-        """Every shard, in order of its rows."""
+    def shards(self) -> Iterator[tuple[int, Any, np.ndarray]]:
+        """Of every shard, in order: its first row, ids, an Arrow array (n,), and embeddings (n, d), mapped."""
         for number, first in enumerate(self._starts[:-1].tolist()):
-            yield Shard(first, *self._mapped(number))
+            yield first, *self._mapped(number)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Rows start to stop - 1 as a float32 copy (stop - start, d); raises `IndexError` beyond the store's rows."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"rows {start} to {stop} of {len(self)}")
-        rows = np.empty((stop - start, self.dim), dtype=np.float32)
-        for number in range(len(self._sizes)):
-            first, end = max(start, int(self._starts[number])), min(stop, int(self._starts[number + 1]))
-            if first < end:
-                part = slice(first - self._starts[number], end - self._starts[number])
-                rows[first - start : end - start] = self._mapped(number)[1][part]
-        return rows
+        return self.take(np.arange(start, stop))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Embeddings of some rows, in the order asked for, as float32 (len(rows), d); quickest where they ascend."""
@@ -143,16 +122,23 @@ class EmbeddingStore:
 
     def _map(self, number: int) -> tuple[Any, np.ndarray]:
         """Ids and embeddings of a shard."""
-        folder, shape = _shard_folder(self.folder, number), (self._sizes[number], self.dim)
-        with _refusing_broken(self.folder):
+        import pyarrow as pa
+
+        folder, count = self._shard(number), int(self._starts[number + 1] - self._starts[number])
+        try:
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
-            if embeddings.shape != shape or embeddings.dtype != self.dtype:
-                found = f"{embeddings.dtype} {embeddings.shape}"
-                raise ValueError(f"{folder / _EMBEDDINGS} is {found}, not {self.dtype} {shape}")
-            ids = _map_ids(folder / _IDS)
-            if len(ids) != len(embeddings):
-                raise ValueError(f"{folder / _IDS} has {len(ids)} ids for {len(embeddings)} rows")
+            with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
+                ids = reader.read_all()["id"].combine_chunks()
+            ids.validate(full=True)  # offsets of a broken file would be followed anywhere
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise _broken(self.folder, error) from error
+        found, wanted = (embeddings.shape, embeddings.dtype, len(ids)), ((count, self.dim), self.dtype, count)
+        if found != wanted:
+            raise _broken(self.folder, f"{folder} is {found}, not {wanted}")
         return ids, embeddings
+
+    def _shard(self, number: int) -> Path:
+        return _shard_folder(self.folder, number)
 
 
 class StoreWriter:
@@ -179,24 +165,21 @@ class StoreWriter:
     ) -> None:
         self.folder = Path(folder)
         about = check_folder(self.folder)
-        if about is None and not first:
-            raise UserError(f"{folder}: no store that rank 0 has begun (name a folder that all ranks see)")
         if about is not None and overwrite and first:
-            _remove(self.folder)
+            for path in self.folder.glob("shard-*"):
+                shutil.rmtree(path)
+            (self.folder / ABOUT).unlink()  # last, for the folder is known by it
             about = None
-        software = {"versions": package_versions(), "git_commit": git_commit()}
         if about is None:
+            if not first:
+                raise UserError(f"{folder}: no store that rank 0 has begun (name a folder that all ranks see)")
             head = {"format": _FORMAT, "version": _VERSION, "finished": False}
-            about = {**head, **identity, **(notes or {}), "software": [software]}
+            software = [{"versions": package_versions(), "git_commit": git_commit()}]
+            about = {**head, **identity, **(notes or {}), "software": software}
             write_json(self.folder / ABOUT, about)
-        else:
-            there = {name: about.get(name) for name in identity}
-            if other := list(differences(there, json.loads(json.dumps(identity)))):
-                mend = "name another --output, or start anew with --overwrite"
-                raise UserError(f"{folder}: holds embeddings made otherwise: {'; '.join(other)} ({mend})")
-            if first and not about.get("finished") and software not in about["software"]:
-                about["software"].append(software)
-                write_json(self.folder / ABOUT, about)
+        there = {name: about.get(name) for name in identity}
+        if other := _difference(there, json.loads(json.dumps(identity))):
+            raise UserError(f"{folder}: holds embeddings made otherwise: {other} ({_MEND})")
         self.about = about
 
     def fill(
@@ -229,8 +212,7 @@ class StoreWriter:
             beyond = self.about["finished"] and number >= len(self.about["shards"])
             if beyond or (about is not None and about["fingerprint"] != corpus.hex()):
                 what = f"it differs from passage {number * self.about['shard_size']:,} on, or before"
-                mend = "name another --output, or start anew with --overwrite"
-                raise DataError(f"{self.folder}: holds embeddings of another corpus: {what} ({mend})")
+                raise DataError(f"{self.folder}: holds embeddings of another corpus: {what} ({_MEND})")
             if number % ranks == rank:
                 if about is not None:
                     on_found(len(block))
@@ -264,33 +246,27 @@ class StoreWriter:
             batch = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
             with pa.ipc.new_file(str(part / _IDS), batch.schema) as writer:
                 writer.write_batch(batch)
-            about = {
-                "rows": len(ids),
-                "dimension": stored.shape[1],
-                "bytes": _bytes_of(part),
-                "fingerprint": fingerprint,
-            }
-            write_json(part / _SHARD, about)
+            about = {"rows": len(ids), "dimension": stored.shape[1], "bytes": _bytes_of(part)}
+            write_json(part / _SHARD, {**about, "fingerprint": fingerprint})
 
     def _finish(self, count: int, fingerprint: str) -> bool:
         """Say in store.json that the store is finished, if all `count` shards are there.
 
         Of several processes, those that find shards of others missing leave this to whoever writes the last one.
         """
-        shards = [self.read_shard(number) for number in range(count)]
-        found = [shard for shard in shards if shard is not None]
+        found = [shard for shard in map(self.read_shard, range(count)) if shard is not None]
         if len(found) < count:
             return False
-        dimensions = {shard["dimension"] for shard in found}
-        if len(dimensions) != 1 or _shard_folder(self.folder, count).exists():
-            raise DataError(f"{self.folder}: holds shards that do not belong together (start anew with --overwrite)")
-        # The list of software as the file has it now: another process may have started later.
-        about = {**self.about, "software": (read_about(self.folder) or self.about)["software"]}
-        about |= {"finished": True, "rows": sum(shard["rows"] for shard in found), "dimension": dimensions.pop()}
-        about["corpus"] = {**about.get("corpus", {}), "fingerprint": fingerprint}
+        if _shard_folder(self.folder, count).exists():
+            raise DataError(f"{self.folder}: holds embeddings of another corpus: it has fewer passages ({_MEND})")
+        about = {**self.about, "finished": True, "rows": sum(shard["rows"] for shard in found)}
+        about |= {"dimension": found[0]["dimension"], "corpus": about.get("corpus", {}) | {"fingerprint": fingerprint}}
         about["shards"] = [{"rows": shard["rows"], "bytes": shard["bytes"]} for shard in found]
         write_json(self.folder / ABOUT, about)
         return True
+
+
+_MEND = "name another --output, or start anew with --overwrite"
 
 
 def read_about(folder: Path) -> dict[str, Any] | None:
@@ -302,12 +278,9 @@ def read_about(folder: Path) -> dict[str, Any] | None:
     if not (folder / ABOUT).exists():
         return None
     about = read_json(folder / ABOUT)
-    if about.get("format") != _FORMAT:
-        raise DataError(f"{folder / ABOUT}: is not of a store of embeddings (write one with contaccum encode)")
-    if about.get("version") != _VERSION:
-        wrote = (about.get("software") or [{}])[-1].get("versions", {}).get("contaccum", "another version")
-        what = f"a store of format {about.get('version')}, written by contaccum {wrote}"
-        raise DataError(f"{folder}: {what}; this version reads format {_VERSION} (encode the corpus again)")
+    if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
+        what = f"is {about.get('format')!r}, version {about.get('version')}, not {_FORMAT!r}, version {_VERSION}"
+        raise DataError(f"{folder / ABOUT}: {what} (encode the corpus with this version of contaccum)")
     return about
 
 
@@ -327,14 +300,13 @@ def check_folder(folder: Path) -> dict[str, Any] | None:
     return about
 
 
-def differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
-    """What differs between two structures of JSON, in words: "tokenisation document_max_length 64, here 128"."""
+def _difference(there: Any, here: Any, name: str = "") -> str:
+    """The first thing that differs between two structures of JSON: "tokenisation document_max_length 64, here 128"."""
     if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            yield from differences(there.get(key), here.get(key), f"{name} {key}".strip())
-    elif there != here:
-        shown = [v[:12] if isinstance(v, str) and len(v) == 64 else json.dumps(v) for v in (there, here)]
-        yield f"{name} {shown[0]}, here {shown[1]}"
+        found = (_difference(there.get(key), here.get(key), f"{name} {key}".strip()) for key in {**there, **here})
+        return next(filter(None, found), "")
+    shown = [value[:12] if isinstance(value, str) else json.dumps(value) for value in (there, here)]
+    return "" if there == here else f"{name} {shown[0]}, here {shown[1]}"
 
 
 def _shard_folder(folder: Path, number: int) -> Path:
@@ -345,29 +317,5 @@ def _bytes_of(folder: Path) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in (_EMBEDDINGS, _IDS)}
 
 
-def _remove(folder: Path) -> None:
-    """Remove a store: what it is known to hold, and store.json last, by which it is known until then."""
-    for path in folder.glob("shard-*"):
-        shutil.rmtree(path)
-    (folder / ABOUT).unlink()
-
-
-def _map_ids(path: Path) -> Any:
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        ids = reader.read_all()["id"].combine_chunks()
-    if ids.type != pa.string():
-        raise ValueError(f"{path} holds {ids.type}, not strings")
-    ids.validate(full=True)  # offsets of a broken file would be followed anywhere
-    return ids
-
-
-@contextmanager
-def _refusing_broken(folder: Path) -> Iterator[None]:
-    """What is wrong with the files of a store, in one line."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        what = f"{type(error).__name__} {error}" if isinstance(error, (KeyError, TypeError)) else str(error)
-        raise DataError(f"{folder}: the store is broken: {' '.join(what.split())} (encode the corpus again)") from error
+def _broken(folder: Path, what: object) -> DataError:
+    return DataError(f"{folder}: the store is broken: {' '.join(str(what).split())} (encode the corpus again)")

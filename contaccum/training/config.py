@@ -291,7 +291,7 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
     return load_mining_data(
         data.train_data[0],
         args.refresh_corpus,
-        data_format=data.data_format,  # type: ignore[arg-type]  # one of the choices
+        data_format=data.data_format,
         split=data.split,
         on_bad_record=data.on_bad_record,  # type: ignore[arg-type]  # one of the choices
         columns=parse_columns(data.data_columns),
@@ -313,8 +313,10 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     from contaccum.evaluation.beir import load_data as load_beir
     from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
-    whole = load_beir(data.eval_data, data.eval_split, data.on_bad_record)
-    dataset = sample(whole, data.eval_queries, data.eval_corpus_size, data.eval_corpus_sample)
+    bad: Any = data.on_bad_record  # one of the choices, as is the next
+    how: Any = data.eval_corpus_sample
+    whole = load_beir(data.eval_data, data.eval_split, bad)
+    dataset = sample(whole, data.eval_queries, data.eval_corpus_size, how)
     about: dict[str, Any] = {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}
     if len(dataset.corpus) < len(whole.corpus):
         about["sampled"] = data.eval_corpus_sample
@@ -342,9 +344,9 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
     if _is_sentence_transformer(arguments.model):
         model = _load_sentence_transformer(arguments, device)
     else:
-        names = ("tied", "pooling", "normalize", "query_prompt", "passage_prompt", "query_max_length")
-        names += ("passage_max_length", "trust_remote_code")
-        given = {name: getattr(arguments, name) for name in names}
+        given = asdict(arguments)
+        for name in ("model", "dropout", "freeze_word_embeddings", "attn_implementation"):
+            del given[name]
         model = DualEncoder.from_backbone(arguments.model, device=device, **given)
     if arguments.dropout is not None:
         set_dropout(model, arguments.dropout)

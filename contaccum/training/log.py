@@ -114,7 +114,6 @@ def describe_run(trainer: Any) -> str:
         "negatives per query": f"{negatives:,}" + (" once the bank is full" if bank else ""),
         "updates": f"{trainer.state.max_steps:,}",
         "learning rate": f"{args.learning_rate:g}",
-        "evaluation": _evaluation(trainer),
     }
     if bank:
         shared = args.world_size if args.gathers else 1
@@ -137,20 +136,6 @@ def _batches(args: Any) -> str | None:
     parts += [f"similar lengths, sorted {args.lengths_sorted} at a time"] if args.groups_by_length else []
     parts += [f"one {args.topic_column} each"] if args.topic_column else []
     return "; ".join(parts) or None
-
-
-def _evaluation(trainer: Any) -> str | None:
-    args: Any = trainer.args
-    if args.eval_strategy == "no":
-        return None
-    when = "every epoch" if args.eval_strategy == "epoch" else f"every {args.eval_steps:,} updates"
-    if not hasattr(trainer.evaluator, "describe"):
-        return when
-    about = trainer.evaluator.describe()
-    of = about.get("of_documents", about["documents"])
-    part = f"a sample of {about['documents']:,} of" if of > about["documents"] else "all"
-    best = f", best by {args.metric_for_best_model.removeprefix('eval_')}" if args.keeps_best else ""
-    return f"{when} on {about['name']} ({about['split']}): {about['queries']:,} queries, {part} {of:,} documents{best}"
 
 
 class CollapseWatch:

@@ -24,7 +24,6 @@ from datasets import IterableDataset
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.training_args import MultiDatasetBatchSamplers
-from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
@@ -44,8 +43,6 @@ from contaccum.training.log import rows_of
 from contaccum.training.memory import (
     is_out_of_memory,
     kept_random_states,
-    largest_that_fits,
-    longest_rows,
     what_else_to_turn,
 )
 from contaccum.training.methods import (
@@ -170,17 +167,17 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def fingerprint(self) -> str | None:
         """Of the training data: as given, or else computed once from its texts; None for a stream."""
         if self.data_fingerprint is None and rows_of(self.train_dataset) is not None:
-            found = Fingerprint()
             parts = self.train_dataset.values() if isinstance(self.train_dataset, dict) else [self.train_dataset]
+            found = Fingerprint()
             for batch in (batch for part in parts for batch in first_texts(part)):
-                for row in zip(*batch.values(), strict=True):
-                    found.add(*row)
+                found.add(*(text for row in zip(*batch.values(), strict=True) for text in row))
             self.data_fingerprint = found.hex()
         return self.data_fingerprint
 
     def _settle_metric(self) -> str:
         """What is best is measured by the evaluator, where there is one; returns what figures must have in common."""
-        args, evaluator = self.args, self.evaluator
+        args = self.args
+        evaluator: Any = self.evaluator
         names = getattr(evaluator, "metrics", ())
         metric = str(args.metric_for_best_model).removeprefix("eval_")
         if args.keeps_best and names:
@@ -235,41 +232,38 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches in an order that depends on seed and epoch alone, so that a resumed run goes on with it."""
-        if (
-            self.args.finds_micro_batch
-        ):  # here: transformers has switched gradient checkpointing on, and asks for sizes next
-            self._find_micro_batch()
+        if self.args.finds_micro_batch:  # gradient checkpointing is on by now, and nobody has asked for sizes yet
+            self.updates.find_micro_batch()
         args, data, collate = self.args, self.train_dataset, self.data_collator
         if data is None:
             return super().get_train_dataloader()
         names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-        common = {name: getattr(args, f"dataloader_{name}") for name in names}
+        common: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in names}
         if isinstance(data, IterableDataset):
-            done = (
-                state_of(self._checkpoint).global_step if self._checkpoint else 0
-            ) * args.gradient_accumulation_steps
+            done = state_of(self._checkpoint).global_step * args.gradient_accumulation_steps if self._checkpoint else 0
             loader = DataLoader(data, args.train_batch_size, collate_fn=_AfterSkipped(collate, done), **common)
             # Each rank reads all rows and takes its own; accelerate would have one rank tokenize for all.
-            ranks = {"num_processes": args.world_size, "process_index": args.process_index, "dispatch_batches": False}
-            self._train_dataloader = prepare_data_loader(loader, args.device, put_on_device=True, **ranks)
+            ranks: Any = {"num_processes": args.world_size, "process_index": args.process_index}
+            ranks |= {"dispatch_batches": False, "put_on_device": True}
+            self._train_dataloader = prepare_data_loader(loader, args.device, **ranks)
             return self._train_dataloader
-        given = {"batch_size": args.train_batch_size, "drop_last": args.dataloader_drop_last}
+        parts: dict[Any, Any] = dict(data) if isinstance(data, dict) else {None: data}
+        given: Any = {"batch_size": args.train_batch_size, "drop_last": args.dataloader_drop_last}
         given |= {"valid_label_columns": collate.valid_label_columns, "seed": args.order_seed}
         given["generator"] = torch.Generator().manual_seed(args.order_seed)
-        parts = dict(data) if isinstance(data, dict) else {None: data}
-        samplers = [
+        samplers: list[Any] = [
             make_batch_sampler(args, part, self._row_facts.get(name, RowFacts()), **given)
             or self.get_batch_sampler(part, **given)
             for name, part in parts.items()
         ]
-        self.batch_sampler = samplers[0]
+        self.batch_sampler, rows = samplers[0], data
         if isinstance(data, dict):
-            data = ConcatDataset(list(parts.values()))
-            sampler = make_set_sampler(args, parts, samplers, args.order_seed)
-            self.batch_sampler = sampler or self.get_multi_dataset_batch_sampler(data, samplers, seed=args.order_seed)
+            rows = ConcatDataset(list(parts.values()))
+            own = make_set_sampler(args, parts, samplers, args.order_seed)
+            self.batch_sampler = own or self.get_multi_dataset_batch_sampler(rows, samplers, seed=args.order_seed)
             self.set_shares = set_shares(args, parts, samplers, self.batch_sampler)
         self.accelerator.even_batches = False  # the last batch must not be padded with rows of others
-        loader = DataLoader(data, batch_sampler=self.batch_sampler, collate_fn=collate, **common)
+        loader = DataLoader(rows, batch_sampler=self.batch_sampler, collate_fn=collate, **common)
         self._train_dataloader = self.accelerator.prepare(loader)
         return self._train_dataloader
 
@@ -294,9 +288,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch."""
-        return self.updates.step(
-            model, inputs if self.refresh is None else self.refresh.renew(inputs, self.data_collator)
-        )
+        if self.refresh is not None:
+            inputs = self.refresh.renew(inputs, self.data_collator)
+        return self.updates.step(model, inputs)
 
     def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float, last: bool) -> Tensor:
         """Forward and backward of a share of a micro-batch. Returns the loss to log."""
@@ -322,43 +316,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.updates.judge(model, norm)
         return norm
 
-    def _find_micro_batch(self) -> None:
-        args, cached = self.args, isinstance(self.loss, CachedMultipleNegativesRankingLoss)
-        rows = longest_rows(self.train_dataset, args.per_device_train_batch_size * args.gradient_accumulation_steps)
-
-        def attempt(n: int) -> None:
-            """Forward and backward of ``n`` of the longest rows, with a bank of its own and room for the optimizer."""
-            loss = copy.deepcopy(self.loss, {id(self.model): self.model})
-            for one in loss.modules():
-                if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
-                    one.settings = {**one.settings, "gather_across_devices": False}
-            if cached:
-                loss.mini_batch_size = n
-            states = [torch.zeros_like(p) for p in self.model.parameters() if p.requires_grad for _ in range(2)]
-            try:
-                for _ in range(2):  # the second has gradients and a bank beside it
-                    inputs = self._prepare_inputs(self.data_collator(rows if cached else rows[:n]))
-                    with self.accelerator.autocast():
-                        value = loss(*self.collect_features(inputs))
-                    value.backward()
-            finally:
-                del states
-                self.model.zero_grad()
-
-        with kept_random_states():
-            found = largest_that_fits(args, self.updates.least_rows, attempt)
-        if world_size() > 1:
-            smallest = torch.tensor(found, device=args.device)
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-            found = int(smallest)
-        self._take_micro_batch(found)
-
-    def _take_micro_batch(self, n: int) -> None:
-        self.args.take_micro_batch(n)
-        self._train_batch_size = self.args.train_batch_size
-        if isinstance(self.loss, CachedMultipleNegativesRankingLoss):
-            self.loss.mini_batch_size = n
-
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -367,8 +324,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         with kept_random_states():  # model cards are drawn from the data; a run that saves goes on as one that does not
             if self.is_fsdp_enabled:
                 with whole_parameters(self.model, self.accelerator.get_state_dict(self.model)):
-                    if self.args.should_save:
-                        self._save(str(folder))
+                    if self.args.should_save:  # a model card would need a forward pass, and so all ranks
+                        self.model.save_pretrained(str(folder), create_model_card=False)
             else:
                 super().save_model(str(folder), _internal_call)
         if self.args.should_save:
@@ -395,7 +352,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                     save_file(state, folder / BANK_FILE)
             self.accelerator.wait_for_everyone()
             if args.should_save:
-                facts = {"update": self.state.global_step, "resumable": not args.save_only_model}
+                facts: dict[str, Any] = {"update": self.state.global_step, "resumable": not args.save_only_model}
                 facts |= {"micro_batch": args.pairs_per_micro_batch, "rows_fit": self.updates.rows_fit}
                 seal(folder, facts | {"settings": self.settings()})
                 rotate_checkpoints(run, limit, best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True)
@@ -409,7 +366,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _bank_state(self) -> dict[str, Tensor]:
         """What this run keeps beside model and optimizer; every rank takes part, and the first gets it."""
-        keep, state = self.args.should_save, {}
+        keep = self.args.should_save
+        state: dict[str, Tensor] = {}
         for index, loss in enumerate(self.bank_losses()):
             state |= {f"{index}.{key}": value for key, value in loss.bank_state_dict(keep=keep).items()}
         for name, one in (("balancer", self.balancer), ("refresh", self.refresh)):
@@ -445,7 +403,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if chosen[1] is not None:
             raise UserError(chosen[1])
         if chosen[0] is not None and args.finds_micro_batch:  # once a run: what is trained depends on it
-            self._take_micro_batch(facts_of(chosen[0])["micro_batch"])
+            self.updates.take_micro_batch(facts_of(chosen[0])["micro_batch"])
         return chosen[0]
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:

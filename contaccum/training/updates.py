@@ -6,6 +6,7 @@ the trainer's affair.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
@@ -20,7 +22,15 @@ from torch import Tensor, nn
 from contaccum.distributed import world_size
 from contaccum.errors import UserError
 from contaccum.grad_norms import TowerGradNorms
-from contaccum.training.memory import is_out_of_memory, split_rows, what_else_to_turn
+from contaccum.losses import ContAccumLoss
+from contaccum.training.memory import (
+    is_out_of_memory,
+    kept_random_states,
+    largest_that_fits,
+    longest_rows,
+    split_rows,
+    what_else_to_turn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +113,43 @@ class Updates:
         return TowerGradNorms(self.trainer.accelerator.unwrap_model(model), self.trainer.balancer)
 
     # Memory ----------------------------------------------------------------------------------------------------------
+
+    def find_micro_batch(self) -> None:
+        """Take the largest micro-batch that every rank has room for; weights, bank and random numbers stay."""
+        trainer, args = self.trainer, self.trainer.args
+        cached = isinstance(trainer.loss, CachedMultipleNegativesRankingLoss)
+        rows = longest_rows(trainer.train_dataset, args.per_device_train_batch_size * args.gradient_accumulation_steps)
+
+        def attempt(n: int) -> None:
+            """Forward and backward of ``n`` of the longest rows, with a bank of its own and room for the optimizer."""
+            loss: Any = copy.deepcopy(trainer.loss, {id(trainer.model): trainer.model})
+            for one in loss.modules():
+                if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
+                    one.settings = {**one.settings, "gather_across_devices": False}
+            if cached:
+                loss.mini_batch_size = n
+            states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
+            try:
+                for _ in range(2):  # the second has gradients and a bank beside it
+                    inputs = trainer._prepare_inputs(trainer.data_collator(rows if cached else rows[:n]))
+                    with trainer.accelerator.autocast():
+                        value = loss(*trainer.collect_features(inputs))
+                    value.backward()
+            finally:
+                del states
+                trainer.model.zero_grad()
+
+        with kept_random_states():
+            found = torch.tensor(largest_that_fits(args, self.least_rows, attempt), device=args.device)
+        if world_size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        self.take_micro_batch(int(found))
+
+    def take_micro_batch(self, n: int) -> None:
+        """From now on micro-batches of ``n`` pairs."""
+        self.trainer.args.take_micro_batch(n)
+        if isinstance(self.trainer.loss, CachedMultipleNegativesRankingLoss):
+            self.trainer.loss.mini_batch_size = n
 
     def _in_parts(self, model: nn.Module, batches: list[int]) -> Tensor:
         """Micro-steps of some of the update's micro-batches; the loss of the last one.

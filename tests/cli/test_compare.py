@@ -91,7 +91,7 @@ def test_finished_runs_are_not_trained_again_unless_their_settings_differ(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--metods", "contaccum"], "did you mean 'methods'"),
+        (["--bank_sise", "3"], "did you mean 'bank_size'"),
         (["--eval-queries", "0"], "must be at least 1"),
         (["--eval_split", "train"], "train"),
         (["--eval_data"], "--eval_data"),

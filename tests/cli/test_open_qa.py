@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,16 +11,14 @@ from contaccum.evaluation.results import read_result, read_trec_run
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[str, str]:
+def files(tmp_path):
     (tmp_path / "test.qa.csv").write_text("who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n")
     rows = ["1\tone dog sat\tCats", "2\tthe cat said\t", "3\ta bird on the tree\tthe mat", "4\tin 1947 , on the mat\t"]
     (tmp_path / "psgs.tsv").write_text("id\ttext\ttitle\n" + "\n".join(rows) + "\n")
     return str(tmp_path / "test.qa.csv"), str(tmp_path / "psgs.tsv")
 
 
-def test_a_model_and_the_run_that_it_wrote_score_the_same(
-    tiny_model_path: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_and_the_run_that_it_wrote_score_the_same(tiny_model_path, files, tmp_path, capsys):
     common = ["--questions", files[0], "--passages", files[1], "--k_values", "2", "4", "--no_progress"]
     assert main(["open_qa", tiny_model_path, *common, "--output", str(tmp_path / "a.json")]) == 0
     assert main(["open_qa", "--run", str(tmp_path / "a.trec"), *common, "--output", str(tmp_path / "b.json")]) == 0
@@ -36,9 +33,7 @@ def test_a_model_and_the_run_that_it_wrote_score_the_same(
     assert first["model"]["similarity"] == "cos" and second["model"] == {"name": "run a.trec"}
 
 
-def test_mistakes_are_one_line_and_answers_that_nothing_can_match_are_said(
-    tiny_model_path: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line_and_answers_that_nothing_can_match_are_said(tiny_model_path, files, tmp_path, capsys):
     given, run = ("--questions", files[0], "--passages", files[1]), tmp_path / "run.trec"
     for argv, words, line in (
         (given, "name a MODEL to search with, or a --run to score", None),

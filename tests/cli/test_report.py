@@ -23,5 +23,5 @@ def test_a_page_is_written_without_credentials_and_a_bad_path_leaves_what_was_th
     capsys.readouterr()
     assert main(["report", str(tmp_path / "none"), "--output", str(output)]) == 2
     error = capsys.readouterr().err.strip()
-    assert "none: no such file or folder" in error and len(error.splitlines()) == 1
+    assert "none: nothing that can be reported" in error and len(error.splitlines()) == 1
     assert output.read_text() == page

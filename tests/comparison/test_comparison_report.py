@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import pytest
 from comparison_data import made_up, score
@@ -40,7 +39,7 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: P
             [statistics.fmean(score(entry, labels, seed, q) for seed in (0, 1)) for q in range(20)]
             for entry, labels in ((row["entry"], row["labels"]), ("grad_accum", {}))
         )
-        expected = paired_bootstrap(mine, theirs, 10_000, 0)
+        expected = paired_bootstrap(mine, theirs)
         assert (row["difference"], row["low"], row["high"], row["p_value"]) == pytest.approx(expected)
         assert statistics.fmean(row["difference_by_seed"]) == pytest.approx(row["difference"])
     assert [row["p_holm"] for row in rows] == holm([row["p_value"] for row in rows])
@@ -87,19 +86,17 @@ def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None
 
 def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
     report = build_report(plan, made_up(plan), {}, ABOUT)
-    lines = markdown(report).splitlines()
+    text = markdown(report)
+    lines = text.splitlines()
     for metric, shown in METRICS.items():
         start = lines.index(f"### {shown}")
-        expected = [(row["entry"], row["labels"].get("bank_size", ""), row["mean"]) for row in _rows(report, metric)]
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[start + 4 : start + 9]]
-        assert [(c[0], c[1], c[2]) for c in cells] == [(e, m, f"{mean:.4f}") for e, m, mean in expected]
-        assert {len(c) for c in cells} == {8}
-    text = "\n".join(lines)
-    assert "- published: contaccum with drift_compensation=none\n" in text
-    assert "| contaccum | 16 | 2 | 1.000 | 8.5 | 101 | 1.500 | - |\n" in text
-    assert "- grad_accum: 8 updates of 12 pairs\n" in text
-    assert "- beir (test): 20 queries, 30 documents, a fixed sample\n" in text
-
-
-def _rows(report: dict[str, Any], metric: str) -> list[dict[str, Any]]:
-    return list(table_rows(report, "beir", metric))
+        expected = [(r["entry"], f"{r['mean']:.4f}") for r in table_rows(report, "beir", metric)]
+        assert [(c[0], c[2]) for c in cells] == expected and {len(c) for c in cells} == {8}
+    for line in (
+        "- published: contaccum with drift_compensation=none",
+        "| contaccum | 16 | 2 | 1.000 | 8.5 | 101 | 1.500 | - |",
+        "- 8 updates of 12 pairs",
+        "- beir (test): 20 queries, 30 documents, a fixed sample",
+    ):
+        assert line in lines

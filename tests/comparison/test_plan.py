@@ -25,10 +25,8 @@ def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(tokens: li
     found = plan(tokens, methods, grid=["bank_size=8,16", "drift_compensation=mean,none"])
     counts = {entry.name: len(arguments(found, entry.name)) for entry in found.entries}
     assert counts == {"in_batch": 1, "grad_accum": 1, "grad_cache": 1, "contaccum": 4, "pre_batch": 4}
-    assert [members["grad_accum"] for _, members in found.cells] == ["grad_accum"] * 4
-    cell, members = found.cells[1]
-    args = found.groups[members["contaccum"]].parsed[2]
-    assert (cell["bank_size"], cell["drift_compensation"]) == ("8", "none")
+    assert [members["grad_accum"] for members in found.cells] == ["grad_accum"] * 4
+    args = found.groups[found.cells[1]["contaccum"]].parsed[2]
     assert (args.bank_size, args.drift_compensation) == (8, "none")
 
 
@@ -43,7 +41,7 @@ def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens: list[str]) 
     found = plan(tokens, ["in_batch", "grad_accum"], grid=grid)
     (whole,) = {args.gradient_accumulation_steps for args in arguments(found, "in_batch")}
     assert whole == 1 and sorted(a.per_device_train_batch_size for a in arguments(found, "in_batch")) == [8, 16, 32]
-    for _, members in found.cells:  # 4 x 4 and 8 x 2 share the batch of 16
+    for members in found.cells:  # 4 x 4 and 8 x 2 share the batch of 16
         assert len({found.groups[name].parsed[2].total_train_batch_size for name in members.values()}) == 1
 
 
@@ -58,15 +56,15 @@ def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens: list[str]
 
 def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens: list[str]) -> None:
     variants = [
-        ["published", "drift_compensation=none", "learning_rate=0.00002", "bank_size=null"],
+        ["published", "drift_compensation=none", "learning_rate=0.00002"],
         ["other", "method=pre_batch", "learning_rate=3e-5"],
     ]
     found = plan(tokens, ["grad_accum"], variants, ["learning_rate=1e-5,2e-5"])
     (published,), (other,) = arguments(found, "published"), arguments(found, "other")
     assert (published.method, published.drift_compensation) == ("contaccum", "none")
-    assert (published.learning_rate, published.bank_size) == (2e-5, 1024)
+    assert published.learning_rate == 2e-5
     assert (other.method, other.learning_rate) == ("pre_batch", 3e-5)
-    assert [list(members) for _, members in found.cells] == [
+    assert [list(members) for members in found.cells] == [
         ["grad_accum", "other"],
         ["grad_accum", "published", "other"],  # `other` is of no cell, and so beside all
     ]
@@ -75,14 +73,9 @@ def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens: 
 
 def test_what_a_run_computes_is_its_settings_that_are_not_defaults(tokens: list[str]) -> None:
     (group,) = plan(tokens, ["contaccum"]).groups.values()
-    assert group.arguments["bank_size"] == 20 and group.arguments["pooling"] == "mean"
-    assert not {"output_dir", "seed", "temperature", "drift_compensation"} & group.arguments.keys()
+    assert group.arguments()["bank_size"] == 20 and group.arguments()["pooling"] == "mean"
+    assert not {"output_dir", "seed", "temperature", "drift_compensation"} & group.arguments().keys()
     assert group.run(3) == "contaccum_seed-3"
-
-
-def test_values_that_no_folder_can_be_named_after_do_not_meet_in_one(tokens: list[str]) -> None:
-    names = plan(tokens, ["contaccum"], grid=["query_prompt=a b,a/b,a-b"]).groups
-    assert len(names) == 3 and not any("/" in name or " " in name for name in names)
 
 
 def test_config_files_come_first_and_the_command_line_overrides(tmp_path: Path) -> None:
@@ -101,18 +94,18 @@ def test_config_files_come_first_and_the_command_line_overrides(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"more": ["--bank_sise", "3"]}, "'bank_sise' on the command line; did you mean 'bank_size'"),
+        ({"more": ["--bank_sise", "3"]}, "unknown key 'bank_sise'.* did you mean 'bank_size'"),
         ({"more": ["--seed", "3"]}, "--seeds 0 1 2"),
         ({"more": ["--method=contaccum"]}, "--methods"),
-        ({"grid": ["bank_sise=3"]}, "'bank_sise' in --grid; did you mean 'bank_size'"),
+        ({"grid": ["bank_sise=3"]}, "unknown key 'bank_sise'.* did you mean 'bank_size'"),
+        ({"grid": ["seed=1,2"]}, "seed in --grid: give the seeds as --seeds"),
         ({"grid": ["bank_size"]}, "write key=value,value"),
-        ({"grid": ["bank_size=[3]"]}, "YAML scalars"),
-        ({"grid": ["bank_size=8", "bank_size=9"]}, "twice"),
+        ({"grid": ["query_prompt=a b,a/b"]}, "would share the folder contaccum_query_prompt-a-b"),
         ({"grid": ["bank_size=8,many"]}, "contaccum_bank_size-many: .*invalid int"),
         ({"grid": ["dataloader_drop_last=true"]}, "would not see the same data"),
         ({"methods": ["contacum"]}, "contacum.*did you mean 'contaccum'"),
         ({"methods": []}, "nothing to compare"),
-        ({"variants": [["a", "bank_sise=3"]]}, "in --variant a; did you mean 'bank_size'"),
+        ({"variants": [["a", "bank_sise=3"]]}, "a: unknown key 'bank_sise'"),
         ({"variants": [["a", "method=grad_accum", "bank_size=8"]]}, "a: method=grad_accum with bank_size=8"),
         ({"variants": [["contaccum", "bank_size=8"]]}, "a name that is not taken"),
         ({"variants": [["bank_size=8"]]}, "a name that is not taken"),

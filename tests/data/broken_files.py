@@ -217,7 +217,7 @@ case("csv without a header", file("a.csv", "what is a,it is b\n"), r"a\.csv:1: m
 case("csv with a column twice", file("a.csv", "query,positive,query\nq,p,r\n"), r":1: two columns are called 'qu", None)
 case("csv header alone", file("a.csv", "query,positive\n"), r"a\.csv: no training pairs left to use", None)
 case("csv row too long", file("a.csv", CSV + "q,,one, two,,\n"), r":5: wrong number of columns: found 6 where", (3, 1))
-case("csv quote left open", file("a.csv", 'query,positive\nq,"open\nr,p\n'), r"a\.csv:2: broken quoting", (1, 1))
+case("csv quote left open", file("a.csv", 'query,positive\nq,"open\nr,p\n'), r":2: broken quoting: lines 2 to 3", None)
 case("csv empty text", file("a.csv", "query,positive\nq,\nr,p\n"), r"a\.csv:2: missing positive", (1, 1))
 case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:4: not three columns: found 2", (3, 1))
 case("triples, empty text", file("t.tsv", text_triples() + "q\t \tn\n"), r"t\.tsv:4: empty positive", (3, 1))

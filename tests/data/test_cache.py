@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from contaccum.data import load_training_data
-from contaccum.data.streams import Source
+from contaccum.data.readers import Source
 from contaccum.errors import DataError
 
 
@@ -136,8 +136,8 @@ def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored
 TWO = """
 import sys, time
 from pathlib import Path
-from contaccum.data import load_training_data, streams
-read = streams.Source.records
+from contaccum.data import load_training_data, readers
+read = readers.Source.records
 def slow(*args, **kwargs):
     for number, found in enumerate(read(*args, **kwargs)):
         if number == 0:
@@ -145,7 +145,7 @@ def slow(*args, **kwargs):
         if number < 20:
             time.sleep(0.05)
         yield found
-streams.Source.records = slow
+readers.Source.records = slow
 (Path(sys.argv[2]) / f"ready-{sys.argv[3]}").touch()
 while not (Path(sys.argv[2]) / "go").exists():
     time.sleep(0.01)

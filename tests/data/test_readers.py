@@ -153,11 +153,14 @@ def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_t
     assert [(entry.line, entry.reason) for entry in report.entries] == [(6, "missing positive")]
 
 
-def test_an_open_quote_costs_its_own_record_and_none_after_it(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.csv", 'query,positive\nq1,"open\nq2,two\nq3,"thr"ee\nq4,four\nq5,"open too\n')
+def test_a_broken_quote_costs_its_line_and_one_that_takes_others_along_stops(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.csv", 'query,positive\nq1,one\nq3,"thr"ee\nq4,four\nq5,"open too\n')
     report = RecordReport("skip")
-    assert [r.query for r in read_records(path, report=report)] == ["q2", "q4"]
-    assert [entry.line for entry in report.entries] == [2, 4, 6] and report.seen == 5
+    assert [r.query for r in read_records(path, report=report)] == ["q1", "q4"]
+    assert [entry.line for entry in report.entries] == [3, 5] and report.seen == 4
+    path = put(tmp_path / "b.csv", 'query,positive\nq1,"open\nq2,two\nq3,"three\nq4,four\n')
+    with pytest.raises(DataError, match=r"b\.csv:2: broken quoting: lines 2 to 4 cannot be told apart"):
+        list(read_records(path, report=RecordReport("skip")))
 
 
 def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path: Path) -> None:

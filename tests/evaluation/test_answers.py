@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import unicodedata
-from pathlib import Path
 
 import pytest
 
@@ -51,12 +50,12 @@ REGEX = [
 
 
 @pytest.mark.parametrize(("text", "answers", "expected"), STRING)
-def test_string_match_is_of_whole_normalised_tokens(text: str, answers: list[str], expected: bool) -> None:
+def test_string_match_is_of_whole_normalised_tokens(text, answers, expected):
     assert answer_finder(answers)(text) is expected
 
 
 @pytest.mark.parametrize(("text", "answers", "expected"), REGEX)
-def test_regex_match_seeks_patterns_anywhere_without_case(text: str, answers: list[str], expected: bool) -> None:
+def test_regex_match_seeks_patterns_anywhere_without_case(text, answers, expected):
     assert answer_finder(answers, "regex")(text) is expected
 
 
@@ -74,14 +73,16 @@ def tokens_by_category(text: str) -> list[str]:
     return tokens
 
 
-def test_tokens_are_dprs_for_all_kinds_of_characters() -> None:
+def test_tokens_are_dprs_for_all_kinds_of_characters():
     characters = [chr(code) for code in (*range(0x10000), *range(0x10000, sys.maxunicode, 17))]
     random.Random(0).shuffle(characters)
     text = "".join(characters)
-    assert open_qa._token().findall(text) == tokens_by_category(text)
+    assert open_qa._tokens(text).split(" ")[1:-1] == [
+        token.lower() for token in tokens_by_category(unicodedata.normalize("NFD", text))
+    ]
 
 
-def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path: Path) -> None:
+def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path):
     (tmp_path / "q.csv").write_text("who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n")
     rows = ['1\t"one dog sat"\tCats', '2\t"the cat said ""hello"""\t', "3\ta bird\tthe mat", "4\ton the mat\t"]
     (tmp_path / "p.tsv").write_text("id\ttext\ttitle\n" + "\n".join(rows) + "\n")
@@ -102,7 +103,7 @@ def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path
         with pytest.raises(DataError, match=words):
             score_open_qa(questions, wrong, passages, (1,), show_progress=False)
     with pytest.raises(ConfigError, match="match must be one of string, regex, got 'fuzzy'"):
-        score_open_qa(questions, run, passages, (1,), "fuzzy", show_progress=False)  # type: ignore[arg-type]  # refused
+        score_open_qa(questions, run, passages, (1,), "fuzzy", show_progress=False)
     assert list(load_passages(tmp_path / "p.tsv", RecordReport(), {"3", "77"})) == ["3"]
     (tmp_path / "p.tsv").write_text("1\ta\tb\n1\tc\td\n")
     with pytest.raises(DataError, match="id '1' occurs again"):

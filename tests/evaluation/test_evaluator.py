@@ -15,7 +15,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
 
 @pytest.fixture
-def whole() -> BeirDataset:
+def whole():
     """12 queries; q's relevant document is 3q + 1, 3q + 2 is judged and not relevant, 3q is BM25's; 40 documents."""
     corpus = {f"d{n}": {"title": "", "text": f"document number {n}"} for n in range(40)}
     for q in range(12):
@@ -29,7 +29,7 @@ def relevant(dataset: BeirDataset) -> set[str]:
     return {document for judged in dataset.qrels.values() for document, grade in judged.items() if grade > 0}
 
 
-def test_a_sample_is_fixed_and_keeps_every_relevant_document(whole: BeirDataset) -> None:
+def test_a_sample_is_fixed_and_keeps_every_relevant_document(whole):
     some = sample(whole, queries=5, corpus=20)
     assert len(some.queries) == len(some.qrels) == 5 and len(some.corpus) == 20
     assert list(some.queries) == [query for query in whole.queries if query in some.queries]
@@ -45,7 +45,7 @@ def test_a_sample_is_fixed_and_keeps_every_relevant_document(whole: BeirDataset)
     assert sample(whole, 12, 40) is whole and sample(whole) is whole
 
 
-def test_a_sample_by_bm25_holds_judged_documents_and_what_bm25_ranks_first(whole: BeirDataset) -> None:
+def test_a_sample_by_bm25_holds_judged_documents_and_what_bm25_ranks_first(whole):
     some = sample(whole, 4, 12, "bm25")
     chosen = [int(query[1:]) for query in some.queries]
     assert some.corpus.keys() == {f"d{3 * q + part}" for q in chosen for part in (0, 1, 2)}
@@ -54,10 +54,10 @@ def test_a_sample_by_bm25_holds_judged_documents_and_what_bm25_ranks_first(whole
     more = sample(whole, 4, 30, "bm25")  # more than BM25 finds
     assert len(more.corpus) == 30 and relevant(more) <= more.corpus.keys()
     with pytest.raises(ConfigError, match="how must be one of random, bm25"):
-        sample(whole, how="hard")  # type: ignore[arg-type]  # what is refused
+        sample(whole, how="hard")
 
 
-def test_the_evaluator_gives_the_figures_of_evaluate(tiny_model_path: str, tmp_path: Path) -> None:
+def test_the_evaluator_gives_the_figures_of_evaluate(tiny_model_path, tmp_path):
     from beir_folders import write_beir_folder
 
     data = load_beir_folder(write_beir_folder(tmp_path / "places"))

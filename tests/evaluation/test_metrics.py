@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -30,7 +29,7 @@ def random_qrels_and_run(seed: int, ties: bool = False) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_metric_equals_its_formula_on_random_runs(seed: int) -> None:
+def test_every_metric_equals_its_formula_on_random_runs(seed):
     qrels, run = random_qrels_and_run(seed)
     means, per_query = score_run(qrels, run, K_VALUES)
     assert list(means) == metric_names(K_VALUES)
@@ -57,7 +56,7 @@ def test_every_metric_equals_its_formula_on_random_runs(seed: int) -> None:
         assert mean == pytest.approx(np.mean([scores[name] for scores in per_query.values()]))
 
 
-def test_ties_are_ordered_as_trec_eval_does_for_every_metric() -> None:
+def test_ties_are_ordered_as_trec_eval_does_and_a_document_with_the_querys_id_is_ignored():
     qrels, run = random_qrels_and_run(0, ties=True)
     _, per_query = score_run(qrels, run, [120])
     expected = pytrec_eval.RelevanceEvaluator(qrels, {"recip_rank"}).evaluate(run)
@@ -67,11 +66,14 @@ def test_ties_are_ordered_as_trec_eval_does_for_every_metric() -> None:
     # Equal in float32 is a tie, and of ties the later id is first.
     means, _ = score_run({"q": {"a": 1}}, {"q": {"a": 1.0 + 1e-9, "b": np.float32(1.0)}}, [1])
     assert means["NDCG@1"] == means["MRR@1"] == means["Accuracy@1"] == 0.0
+    run = {"a": {"a": 9.0, "b": 1.0}, "unjudged": {"b": 1.0}}
+    means, per_query = score_run({"a": {"b": 1}}, run, [1])
+    assert means["NDCG@1"] == 1.0 and list(per_query) == ["a"] and run["a"] == {"a": 9.0, "b": 1.0}
     assert metrics.trec_order({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0}) == [("b", 1.0), ("a", 1.0 + 1e-9), ("c", 0.5)]
 
 
 @pytest.mark.parametrize("leave_out", ["absent", "empty"])
-def test_judged_queries_without_results_count_as_zero(leave_out: str) -> None:
+def test_judged_queries_without_results_count_as_zero(leave_out):
     qrels, run = random_qrels_and_run(1)
     full, full_per_query = score_run(qrels, run, K_VALUES)
     lost = [f"q{number}" for number in range(10)]
@@ -82,24 +84,17 @@ def test_judged_queries_without_results_count_as_zero(leave_out: str) -> None:
     assert all(per_query[qid][name] == 0.0 for qid in lost for name in means)
 
 
-def test_a_document_with_the_querys_id_is_ignored_and_the_run_is_left_alone() -> None:
-    qrels, run = {"a": {"b": 1}}, {"a": {"a": 9.0, "b": 1.0}, "unjudged": {"b": 1.0}}
-    before = copy.deepcopy(run)
-    means, per_query = score_run(qrels, run, [1])
-    assert means["NDCG@1"] == means["MRR@1"] == 1.0 and list(per_query) == ["a"] and run == before
-
-
-def test_what_cannot_be_scored_is_refused() -> None:
+def test_what_cannot_be_scored_is_refused():
     for k_values in ([], [0], [1.5], ["10"], [True]):
         with pytest.raises(ConfigError, match="k_values"):
-            score_run({"q": {"a": 1}}, {}, k_values)  # type: ignore[arg-type]  # what is refused
+            score_run({"q": {"a": 1}}, {}, k_values)
     with pytest.raises(DataError, match="qrels"):
         score_run({"q": {}}, {"q": {"a": 1.0}})
     with pytest.raises(DataError, match="query q"):
         score_run({"q": {"a": 1}}, {"q": {"a": float("nan")}})
 
 
-def test_metrics_are_named_in_any_case_and_unknown_ones_refused() -> None:
+def test_metrics_are_named_in_any_case_and_unknown_ones_refused():
     assert check_metrics(["MRR@7", "p@1", "mrr@7"], (1, 7)) == ("MRR@7", "P@1")
     assert check_metrics(None, (1, 10)) == ("NDCG@10", "MRR@10") and check_metrics(None, (7,))[0] == "NDCG@7"
     with pytest.raises(ConfigError, match=r"MRR@10 is not computed with k_values 1, 7"):
@@ -116,7 +111,7 @@ def shifted_scores(n: int, shift: float = 0.0, seed: int = 0) -> tuple[np.ndarra
     return b + generator.normal(shift, 1.0, size=n), b
 
 
-def test_exchanging_the_systems_mirrors_the_difference_and_a_seed_decides_it() -> None:
+def test_exchanging_the_systems_mirrors_the_difference_and_a_seed_decides_it():
     a, b = shifted_scores(80, 0.2)
     one, other = paired_bootstrap(a, b), paired_bootstrap(b, a)
     assert one.difference == pytest.approx(a.mean() - b.mean())
@@ -126,7 +121,7 @@ def test_exchanging_the_systems_mirrors_the_difference_and_a_seed_decides_it() -
     assert paired_bootstrap(a, b) == one != paired_bootstrap(a, b, seed=1)
 
 
-def test_p_value_and_interval_agree_with_all_resamples_of_a_small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_value_and_interval_agree_with_all_resamples_of_a_small_sample(monkeypatch):
     differences = np.array([0.5, 0.25, -0.125, 1.0, 0.375])
     means = np.array([np.mean(resample) for resample in itertools.product(differences, repeat=5)])
     exact = float((np.abs(means - differences.mean()) >= differences.mean() - 1e-12).mean())
@@ -137,23 +132,12 @@ def test_p_value_and_interval_agree_with_all_resamples_of_a_small_sample(monkeyp
     assert paired_bootstrap(differences, np.zeros(5), resamples=50_000) == pytest.approx(found)
 
 
-def test_interval_covers_the_truth_and_the_null_is_rejected_as_often_as_promised() -> None:
-    covered, rejected, times = 0, 0, 300
-    for seed in range(times):
-        a, b = shifted_scores(100, 0.3, seed)
-        found = paired_bootstrap(a, b, resamples=400)
-        covered += found.low <= 0.3 <= found.high
-        rejected += paired_bootstrap(a - 0.3, b, resamples=400).p_value <= 0.05
-    # 95 % and 5 %, by three standard errors and what a percentile interval of 100 queries loses.
-    assert 0.90 <= covered / times <= 0.985 and 0.012 <= rejected / times <= 0.10
-
-
 @pytest.mark.parametrize(("a", "b"), [([1.0], [1.0, 2.0]), ([], []), ([float("nan")], [1.0]), ([[1.0]], [[1.0]])])
-def test_scores_that_are_not_pairs_are_refused(a: Any, b: Any) -> None:
+def test_scores_that_are_not_pairs_are_refused(a, b):
     with pytest.raises(DataError, match="paired scores"):
         paired_bootstrap(a, b)
 
 
-def test_holm_is_the_textbook_procedure() -> None:
+def test_holm_is_the_textbook_procedure():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([0.02]) == [0.02] and holm([]) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,9 +29,7 @@ def a_result() -> EvaluationResult:
     return EvaluationResult(scores, {"q 1": scores}, RUN, data, model, search, {"query_max_length": 9}, {}, "float32")
 
 
-def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_user")
     result = a_result()
     result.data["path"] = "/data/hf_secret_of_the_user"
@@ -44,6 +41,9 @@ def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(
     lines = [line.split() for line in (tmp_path / "out.trec").read_text().splitlines()]
     assert all(len(line) == 6 and line[1] == "Q0" and line[5] == "model" for line in lines)
     assert [line[3] for line in lines] == ["1", "2"] * 2
+    score = np.float32(2 / 3)
+    (line,) = trec_lines({"q": {"d": float(score)}}, "tag")
+    assert np.float32(line.split()[4]) == score  # all of it
     assert [line[2] for line in lines[2:]] == ["a%09b", "100%"]  # ties by id, descending, as trec_eval has it
 
 
@@ -56,7 +56,7 @@ def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(
         ("q Q0 a 1 0.1 t", "duplicate document: 'a' of query 'q'"),
     ],
 )
-def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path, line, reason):
     path = tmp_path / "run.trec"
     path.write_text(f"q Q0 a 1 0.9 t\n{line}\n")
     with pytest.raises(DataError, match=rf"run\.trec:2: {reason}"):
@@ -79,21 +79,18 @@ def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path: Path, line: str, reas
         ('{"sets": [{"file": "gone.json"}]}', r"gone\.json"),
     ],
 )
-def test_what_is_no_result_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_what_is_no_result_is_refused(tmp_path, content, words):
     (tmp_path / "r.json").write_text(content)
     with pytest.raises(DataError, match=words) as caught:
         for path in result_files(tmp_path / "r.json"):
             read_result(path)
     assert "\n" not in str(caught.value)
+    table = {"sets": [{"file": "a.json"}, {"parts": [{"file": "/etc/b.json"}, {"file": "../c.json"}]}]}
+    (tmp_path / "r.json").write_text(json.dumps(table))  # of a table, what lies beside it
+    assert result_files(tmp_path / "r.json") == [tmp_path / name for name in ("a.json", "b.json", "c.json")]
 
 
-def test_files_of_a_table_are_those_beside_it_alone(tmp_path: Path) -> None:
-    content = {"sets": [{"file": "a.json"}, {"parts": [{"file": "/etc/b.json"}, {"file": "../c.json"}]}]}
-    (tmp_path / "t.json").write_text(json.dumps(content))
-    assert result_files(tmp_path / "t.json") == [tmp_path / name for name in ("a.json", "b.json", "c.json")]
-
-
-def test_a_finished_result_is_known_by_all_that_decides_its_scores(tmp_path: Path) -> None:
+def test_a_finished_result_is_known_by_all_that_decides_its_scores(tmp_path):
     path = tmp_path / "out.json"
     plan = a_result().record() | {"metrics": ["NDCG@10"]}
     assert finished_result(path, plan) == (None, "")
@@ -113,11 +110,3 @@ def test_a_finished_result_is_known_by_all_that_decides_its_scores(tmp_path: Pat
         assert finished_result(path, plan | change) == (None, f"it had other {what}")
     (tmp_path / "out.trec").unlink()
     assert finished_result(path, plan) == (None, "its run was gone")
-    path.write_text("{}")
-    assert finished_result(path, plan) == (None, "it was no result")
-
-
-def test_a_trec_line_keeps_all_of_a_float32() -> None:
-    score = float(np.float32(0.1))
-    (line,) = trec_lines({"q": {"d": score}}, "tag")
-    assert np.float32(line.split()[4]) == np.float32(score)

@@ -1,10 +1,9 @@
-"""Approximate indexes, what cannot work, and an index as a file."""
+"""Exact search gives the k best by score and id however a corpus is sliced; other indexes, and what cannot work."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -12,20 +11,103 @@ import numpy as np
 import pytest
 
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.retrieval.exact import ArrayRows
-from contaccum.retrieval.index import build_index, find_gpus, load_index, recall_against_exact, save_index, search
-
-FINGERPRINT = "a" * 64
+from contaccum.retrieval import index as index_module
+from contaccum.retrieval.index import ArrayRows, build_index, exact_search, open_index, recall_against_exact, search
+from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 
 def vectors(n: int, d: int = 16, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(n, d)).astype(np.float32)
 
 
-def test_k_beyond_the_corpus_gives_the_whole_corpus():
-    scores, rows = search(build_index(vectors(4)), vectors(2, seed=1), k=100)
-    assert scores.shape == rows.shape == (2, 4)
-    assert all(sorted(line) == [0, 1, 2, 3] for line in rows.tolist())
+@pytest.fixture
+def slices_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set how many rows of 16 numbers a slice has."""
+    return lambda rows: monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 16 * rows)
+
+
+def by_numpy(documents: np.ndarray, queries: np.ndarray, k: int, metric: str) -> Any:
+    """Scores in float64, and rows by score."""
+    documents, queries = documents.astype(np.float64), queries.astype(np.float64)
+    if metric == "cos":
+        documents, queries = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (documents, queries))
+    scores = queries @ documents.T
+    rows = np.argsort(-scores, axis=1)[:, :k]
+    return np.take_along_axis(scores, rows, axis=1), rows
+
+
+@pytest.mark.parametrize("metric", ["cos", "dot"])
+@pytest.mark.parametrize(("k", "queries"), [(1, 9), (7, 300), (64, 9), (65, 300), (200, 9), (500, 9)])
+def test_sliced_search_equals_numpy(metric, k, queries, slices_of, monkeypatch):
+    slices_of(64)
+    monkeypatch.setattr(index_module, "_MOST_QUERIES", 100)
+    documents, asked = vectors(200), vectors(queries, seed=1)
+    before = documents.copy(), asked.copy(), faiss.cvar.distance_compute_blas_threshold
+    scores, rows = exact_search(ArrayRows(documents), asked, k, metric)
+    expected_scores, expected = by_numpy(documents, asked, k, metric)
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-6)
+    # What belongs to others is as it was.
+    np.testing.assert_array_equal(documents, before[0])
+    np.testing.assert_array_equal(asked, before[1])
+    assert faiss.cvar.distance_compute_blas_threshold == before[2]
+
+
+@pytest.mark.parametrize("factory", ["Flat", "HNSW32"])
+def test_equal_scores_are_ordered_by_id_across_slices_and_at_the_kth_place(factory, slices_of):
+    slices_of(29)
+    rng = np.random.default_rng(0)
+    # Whole numbers, whose products are exact: ten equal documents each.
+    documents = np.repeat(rng.integers(-9, 9, (13, 16)), 10, axis=0)[rng.permutation(130)].astype(np.float32)
+    ids = [f"d{number}" for number in rng.permutation(130)]
+    queries = rng.integers(-9, 9, (30, 16)).astype(np.float32)
+    exact = queries @ documents.T
+    for k in (1, 5, 10, 11, 129) if factory == "Flat" else (130,):
+        scores, rows = search(build_index(documents, factory, "dot", ids=ids), queries, k)
+        for line in range(30):
+            there = rows[line][rows[line] >= 0]
+            best = sorted(range(130) if factory == "Flat" else there, key=lambda row: (-exact[line, row], ids[row]))
+            assert there.tolist() == best[:k]
+            np.testing.assert_array_equal(scores[line][: len(there)], exact[line, there])
+
+
+def test_nan_and_numbers_that_are_too_large_are_refused_by_their_row(slices_of):
+    slices_of(10)
+    for wrong in (np.inf, np.nan, 1e30):
+        documents = vectors(100)
+        documents[77, 3] = wrong
+        with pytest.raises(UserError, match="document embedding 77 holds NaN, infinity or numbers too large"):
+            exact_search(ArrayRows(documents), vectors(2), 5)
+        with pytest.raises(UserError, match="document embedding 77"):
+            build_index(documents, "HNSW8")
+    queries = vectors(5)
+    queries[3, 2] = np.nan
+    with pytest.raises(UserError, match="query embedding 3"):
+        exact_search(ArrayRows(vectors(10)), queries, 2)
+
+
+def test_a_zero_vector_scores_zero():
+    documents = np.float32([[0, 0], [1, 0], [-1, 0]])
+    scores, rows = exact_search(ArrayRows(documents), np.float32([[2, 0], [0, 0]]), 3)
+    np.testing.assert_array_equal(rows, [[1, 0, 2], [0, 1, 2]])
+    np.testing.assert_array_equal(scores, [[1, 0, -1], [0, 0, 0]])
+
+
+def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slices_of):
+    slices_of(2100)
+    documents, queries = vectors(3000), vectors(20, seed=1)
+    expected = search(build_index(documents, use_gpu=False), queries, 2500)
+    sent = []
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", lambda index: sent.append(index) or index, raising=False)
+    assert build_index(documents, use_gpu=False).gpus == 0
+    index = build_index(documents)
+    for k in (5, 2500):
+        np.testing.assert_array_equal(search(index, queries, k)[1], expected[1][:, :k])
+    assert index.gpus == 2 and [one.ntotal for one in sent] == [2100, 900]
+
+
+# Other indexes -------------------------------------------------------------------------------------------------------
 
 
 def test_what_an_approximate_index_does_not_find_is_marked_and_last():
@@ -58,8 +140,8 @@ def test_recall_counts_the_rows_of_the_exact_result_that_were_found():
     _, exact = search(build_index(documents), queries, 20)
     half = exact.copy()
     half[:, :5] = -1
-    assert recall_against_exact(index, queries, exact) == {"queries": 30, "recall@10": 1.0, "recall@20": 1.0}
-    assert recall_against_exact(index, queries, half) == {"queries": 30, "recall@10": 0.5, "recall@20": 0.75}
+    assert recall_against_exact(index, queries, exact) == {"queries": 30, "recall@20": 1.0}
+    assert recall_against_exact(index, queries, half) == {"queries": 30, "recall@20": 0.75}
     assert recall_against_exact(build_index(documents), queries, exact) is None
 
 
@@ -68,11 +150,10 @@ def test_recall_counts_the_rows_of_the_exact_result_that_were_found():
     [
         ("Falt", None, "could not parse index string Falt"),
         ("PQ7", None, "multiple of the number of subquantizers"),
-        ("IVF512,Flat", None, "at least 512 vectors to train and the corpus has 100"),
+        ("IVF512,Flat", None, "needs 512 vectors to train, the corpus has 100"),
         ("PQ4", None, "should be at least as large as number of clusters"),
-        ("IDMap,Flat", None, "does not rank rows"),
+        ("IDMap,Flat", None, "cannot build index 'IDMap,Flat'"),
         ("IVF4,Flat", "nprobes=4", "does not take parameters 'nprobes=4'"),
-        ("IVF4,Flat", "nprobe=0", "does not take parameters 'nprobe=0'"),
     ],
 )
 def test_an_index_that_cannot_work_is_refused_with_the_reason(factory, parameters, words):
@@ -81,92 +162,43 @@ def test_an_index_that_cannot_work_is_refused_with_the_reason(factory, parameter
     assert "\n" not in str(caught.value) and ".cpp" not in str(caught.value)
 
 
-def test_queries_of_another_dimension_and_nan_are_refused():
-    with pytest.raises(ConfigError, match="16 dimensions"):
-        search(build_index(vectors(10)), vectors(2, d=8), k=1)
-    documents = vectors(10)
-    documents[3, 2] = np.nan
-    with pytest.raises(UserError, match="document embedding 3"):
-        build_index(documents, "HNSW8")
+# An index as a file --------------------------------------------------------------------------------------------------
 
 
-class Gpus:
-    """A FAISS that claims to see two GPUs; what is sent there stays where it is, and is asked for no k beyond 2,048."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: bool = False) -> None:
-        self.sent: list[Any] = []
-        self.refuses = refuses
-        monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-        monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", SimpleNamespace, raising=False)
-        monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", self.send, raising=False)
-
-    def send(self, index: Any, co: Any) -> Any:
-        if self.refuses:
-            raise RuntimeError("Error in x at y.cpp:1: this type of index is not for GPUs")
-        self.sent.append(co)
-        return SimpleNamespace(search=lambda queries, k: index.search(queries, k) if k <= 2048 else pytest.fail())
-
-
-def test_gpus_are_used_as_asked_and_given_no_more_than_they_can_do(monkeypatch):
-    gpus = Gpus(monkeypatch)
-    documents, queries = vectors(3000), vectors(9, seed=1)
-    for factory in ("Flat", "SQ8"):
-        expected = search(build_index(documents, factory, use_gpu=False), queries, 2500)
-        index = build_index(documents, factory, gpu_mode="shard")
-        assert index.gpus == 2
-        for k in (5, 2500):
-            np.testing.assert_array_equal(search(index, queries, k)[1], expected[1][:, :k])
-    assert len(gpus.sent) == 2 and all(co.shard and not co.useFloat16 for co in gpus.sent)
-    assert find_gpus(False) is None and build_index(documents, use_gpu=False).gpus == 0
-
-
-def test_an_index_that_gpus_refuse_stays_on_the_cpu_unless_one_insists(monkeypatch, caplog):
-    Gpus(monkeypatch, refuses=True)
-    assert build_index(vectors(100), "HNSW8").gpus == 0
-    assert "stays on the CPU: this type of index is not for GPUs" in caplog.text
-    with pytest.raises(ConfigError, match="cannot go to a GPU"):
-        build_index(vectors(100), "HNSW8", use_gpu=True)
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match="FAISS sees no GPU"):
-        build_index(vectors(100), use_gpu=True)
-
-
-def written(folder: Path, factory: str = "HNSW8") -> Path:
-    save_index(build_index(vectors(600), factory), folder / "index.faiss", FINGERPRINT, "a store")
-    return folder / "index.faiss"
+@pytest.fixture
+def store(tmp_path: Path) -> EmbeddingStore:
+    writer = StoreWriter(tmp_path / "store", {"kind": "document", "dtype": "float32", "shard_size": 250})
+    writer.fill(((f"d{n}", "", str(n)) for n in range(600)), lambda texts: vectors(600)[[int(text) for text in texts]])
+    return EmbeddingStore.open(tmp_path / "store")
 
 
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF16,Flat", "IVF4,PQ4x4", "SQ8", "IVF8,Flat,RFlat"])
-def test_an_index_finds_the_same_after_a_round_trip(tmp_path: Path, factory: str) -> None:
-    path = written(tmp_path, factory)
-    before, after = build_index(vectors(600), factory), load_index(path, ArrayRows(vectors(600)), FINGERPRINT, factory)
-    assert after.parameters == before.parameters
-    for one, other in zip(search(before, vectors(9, seed=1), 20), search(after, vectors(9, seed=1), 20), strict=True):
+def test_an_index_is_built_once_and_finds_the_same_from_its_file(store, tmp_path, factory, monkeypatch):
+    first = open_index(tmp_path / "index.faiss", store, factory)
+    monkeypatch.setattr(index_module, "build_index", None)
+    again = open_index(tmp_path / "index.faiss", store, factory)
+    assert again.parameters == first.parameters
+    for one, other in zip(search(first, vectors(9, seed=1), 20), search(again, vectors(9, seed=1), 20), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("what", "words"),
     [
-        ({"fingerprint": "b" * 64}, "index of other embeddings"),
-        ({"corpus": vectors(599)}, "index of other embeddings"),
-        ({"factory": "HNSW16"}, "has factory 'HNSW8', asked for is 'HNSW16'"),
-        ({"metric": "dot"}, "has metric 'cos', asked for is 'dot'"),
-        ({"parameters": "nprobe=3"}, "does not take parameters"),
+        ("other embeddings", "index of fingerprint aaaa"),
+        ("other factory", "index of factory HNSW16, asked for is HNSW8"),
+        ("no index", "index.faiss"),
+        ("no description", "no index.faiss.json beside it"),
+        ("cut off", "cannot be read"),
+        ("no json", "not a JSON file"),
     ],
 )
-def test_an_index_of_anything_else_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
-    settings = {"corpus": vectors(600), "fingerprint": FINGERPRINT, "factory": "HNSW8", **changed}
-    corpus = ArrayRows(settings.pop("corpus"))
-    with pytest.raises((DataError, ConfigError), match=words):
-        load_index(written(tmp_path), corpus, **settings)
-
-
-@pytest.mark.parametrize("what", ["no index", "no description", "cut off", "no json", "other kind", "other metric"])
-def test_what_is_broken_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
-    path = written(tmp_path)
-    described = Path(f"{path}.json")
-    if what == "no index":
+def test_a_file_of_something_else_or_broken_is_refused_in_one_line(store, tmp_path, what, words):
+    path, described = tmp_path / "index.faiss", tmp_path / "index.faiss.json"
+    open_index(path, store, "HNSW16" if what == "other factory" else "HNSW8")
+    if what == "other embeddings":
+        described.write_text(json.dumps({**json.loads(described.read_text()), "fingerprint": "aaaa"}))
+    elif what == "no index":
         path.unlink()
     elif what == "no description":
         described.unlink()
@@ -174,26 +206,6 @@ def test_what_is_broken_is_refused_in_one_line(tmp_path: Path, what: str) -> Non
         path.write_bytes(path.read_bytes()[:-100])
     elif what == "no json":
         described.write_text("{")
-    else:
-        metric = faiss.METRIC_L2 if what == "other metric" else faiss.METRIC_INNER_PRODUCT
-        index = faiss.index_factory(16, "SQ8" if what == "other kind" else "HNSW8", metric)
-        index.train(vectors(600))
-        index.add(vectors(600))
-        faiss.write_index(index, str(path))
-        described.write_text(json.dumps(json.loads(described.read_text()) | {"bytes": path.stat().st_size}))
-    with pytest.raises(UserError) as caught:
-        load_index(path, ArrayRows(vectors(600)), FINGERPRINT, "HNSW8")
+    with pytest.raises(DataError, match=words) as caught:
+        open_index(path, store, "HNSW8")
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-
-
-def test_a_flat_index_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="searches the store itself"):
-        save_index(build_index(vectors(9)), tmp_path / "flat.faiss", FINGERPRINT, "a store")
-
-
-def test_rows_that_the_corpus_lacks_are_never_handed_out() -> None:
-    # As of a file whose lists were tampered with.
-    index = build_index(vectors(600), "IVF4,Flat")
-    index.corpus = ArrayRows(vectors(300))
-    with pytest.raises(DataError, match="finds row"):
-        search(index, vectors(9, seed=1), 300)

@@ -1,13 +1,19 @@
-"""FaissSearcher is BEIR's exact search behind BEIR's own interface."""
+"""FaissSearcher is BEIR's exact search behind BEIR's own interface; BM25 is Lucene's."""
 
 from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from sample_texts import sentences
 
 from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.searcher import FaissSearcher
+from contaccum.retrieval.searcher import BM25Index, FaissSearcher
 
 
 class Stored:
@@ -83,12 +89,41 @@ def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_rec
     assert list(searcher.timing) == [f"{stage}_seconds" for stage in stages]
 
 
-def test_a_score_function_or_corpus_that_cannot_be_searched_is_refused(world):
-    corpus, queries, model = world
-    with pytest.raises(ConfigError, match="cos_sim"):
-        FaissSearcher(model).search(corpus, queries, 1, "euclidean")
+def test_an_empty_corpus_is_refused(world):
+    _, queries, model = world
     with pytest.raises(DataError, match="no documents"):
         FaissSearcher(model).search({}, queries, 1)
-    model.similarity_fn_name = "manhattan"
-    with pytest.raises(ConfigError, match="compares by 'manhattan'"):
-        FaissSearcher(model).metric()
+
+
+def bm25_by_hand(query: str, documents: list[str], k1: float, b: float) -> np.ndarray:
+    def words(text: str) -> list[str]:
+        return re.findall(r"\w\w+", text.lower())
+
+    counts = [Counter(words(document)) for document in documents]
+    mean = sum(map(Counter.total, counts)) / len(counts)
+    scores = np.zeros(len(documents))
+    for word in words(query):
+        df = sum(word in count for count in counts)
+        idf = math.log(1 + (len(counts) - df + 0.5) / (df + 0.5))
+        scores += [idf * c[word] / (c[word] + k1 * (1 - b + b * c.total() / mean)) for c in counts]
+    return scores
+
+
+def test_bm25_scores_are_those_of_lucenes_formula_and_ties_come_by_row():
+    pytest.importorskip("bm25s")
+    documents = [*sentences(30, 1), *sentences(5, 1), "a b"]
+    index = BM25Index(documents, "here", k1=1.2, b=0.6)
+    for query in sentences(5, 2):
+        expected = bm25_by_hand(query, documents, 1.2, 0.6)
+        assert index.scores(query) == pytest.approx(expected, rel=1e-5)
+        rows = [row for row in sorted(range(36), key=lambda row: (-index.scores(query)[row], row)) if expected[row] > 0]
+        assert index.best(query, 7).tolist() == rows[:7]
+    assert index.best("x", 3).tolist() == [] and not index.scores("x").any()
+    with pytest.raises(DataError, match="no passage has a word"):
+        BM25Index(["a b c"], "here")
+
+
+def test_a_missing_bm25s_is_one_line_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ConfigError, match=r"pip install 'contaccum\[mining\]'"):
+        BM25Index(["the cat"], "here")

@@ -6,18 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 
 from contaccum.errors import DataError, UserError
-from contaccum.retrieval import store as store_module
-from contaccum.retrieval.store import EmbeddingStore
-from contaccum.retrieval.store_writer import StoreWriter, differences
+from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 IDENTITY = {"kind": "document", "model": "a" * 64, "similarity": "cos", "dtype": "float32", "shard_size": 10}
 ROWS = 25
@@ -27,18 +25,21 @@ def embeddings(rows: int = ROWS) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((rows, 4)).astype(np.float32)
 
 
+PASSAGES = [(f"id-{row}", "", "x" * row) for row in range(ROWS)]
+
+
 def start(folder: Path, overwrite: bool = False, **changed: Any) -> StoreWriter:
-    return StoreWriter.start(folder, {**IDENTITY, **changed}, {}, {"numpy": np.__version__}, overwrite)
+    return StoreWriter(folder, {**IDENTITY, **changed}, overwrite=overwrite)
+
+
+def encode(texts: list[str]) -> np.ndarray:
+    """Row n of `embeddings()` for "x" n times."""
+    return embeddings()[[len(text) for text in texts]]
 
 
 def write(folder: Path, **changed: Any) -> Path:
     """A store of 25 rows in shards of 10, called "id-0" and on."""
-    writer = start(folder, **changed)
-    rows = embeddings()
-    for number in range(3):
-        part = range(ROWS)[10 * number : 10 * number + 10]
-        writer.write_shard(number, [f"id-{row}" for row in part], rows[part.start : part.stop], f"up to {part.stop}")
-    assert writer.finish(3, {"corpus": "made up"})
+    assert start(folder, **changed).fill(PASSAGES, encode)
     return folder
 
 
@@ -50,26 +51,25 @@ def test_rows_and_ids_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
     assert store.ids([]) == []
     shards = list(store.shards())
-    assert [shard.first_row for shard in shards] == [0, 10, 20]
-    assert [name for shard in shards for name in shard.ids.to_pylist()] == [f"id-{row}" for row in range(ROWS)]
-    assert all(isinstance(shard.embeddings, np.memmap) for shard in shards)
-    np.testing.assert_array_equal(np.concatenate([shard.embeddings for shard in shards]), embeddings())
-
-
-@pytest.mark.parametrize("rows", [[-1], [25], [0, 99]])
-def test_rows_beyond_the_store_are_an_error(tmp_path: Path, rows: list[int]) -> None:
-    store = EmbeddingStore.open(write(tmp_path / "s"))
-    with pytest.raises(IndexError):
-        store.ids(rows)
-    with pytest.raises(IndexError):
-        store.slice(min(rows), max(rows) + 1)
+    assert [first for first, _, _ in shards] == [0, 10, 20]
+    assert [name for _, ids, _ in shards for name in ids.to_pylist()] == [f"id-{row}" for row in range(ROWS)]
+    assert all(isinstance(rows, np.memmap) for _, _, rows in shards)
+    np.testing.assert_array_equal(np.concatenate([rows for _, _, rows in shards]), embeddings())
+    rows = [24, 0, 9, 10, 10]
+    np.testing.assert_array_equal(store.take(rows), embeddings()[rows])
+    assert store.take([]).shape == (0, 4)
+    for rows in ([-1], [25], [0, 99]):
+        with pytest.raises(IndexError, match="0 to 24"):
+            store.ids(rows)
+        with pytest.raises(IndexError):
+            store.slice(min(rows), max(rows) + 1)
 
 
 def test_float16_halves_the_disk_and_slices_are_float32(tmp_path: Path) -> None:
     store = EmbeddingStore.open(write(tmp_path / "s", dtype="float16"))
     assert store.slice(0, 25).dtype == np.float32
     np.testing.assert_allclose(store.slice(0, 25), embeddings(), rtol=2**-11)
-    assert next(store.shards()).embeddings.dtype == np.float16
+    assert next(store.shards())[2].dtype == np.float16
 
 
 def test_a_number_beyond_float16_is_refused(tmp_path: Path) -> None:
@@ -79,27 +79,9 @@ def test_a_number_beyond_float16_is_refused(tmp_path: Path) -> None:
     assert writer.read_shard(0) is None
 
 
-def test_maps_that_are_not_in_use_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MAPPED_SHARDS", 1)
-    store = EmbeddingStore.open(write(tmp_path / "s"))
-    for _ in range(3):
-        store.slice(0, 25)
-    assert sum("shard-" in file.path for file in psutil.Process().open_files()) == 1
-
-
-def test_ids_outlive_the_closed_file(tmp_path: Path) -> None:
-    shards = list(EmbeddingStore.open(write(tmp_path / "s")).shards())
-    assert shards[2].ids.to_pylist() == [f"id-{row}" for row in range(20, 25)]
-
-
 def spoil(folder: Path, what: str) -> None:
-    shard = folder / "shard-00001"
-    about = json.loads((folder / "store.json").read_text())
-    if what == "gone":
-        (shard / "embeddings.npy").unlink()
-    elif what == "cut off":
-        os.truncate(shard / "embeddings.npy", 150)
-    elif what == "pickled":
+    about, shard = json.loads((folder / "store.json").read_text()), folder / "shard-00001"
+    if what == "pickled":
         np.save(shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True)
     elif what == "other shape":
         np.save(shard / "embeddings.npy", embeddings(10).reshape(5, 8))
@@ -110,49 +92,36 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "no ids":
         (shard / "ids.arrow").write_bytes(b"x" * 600)
     elif what == "other ids":
-        with pa.OSFile(str(shard / "ids.arrow"), "wb") as file:
-            table = pa.table({"name": ["a"] * 10})
-            with pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+        table = pa.table({"name": ["a"] * 10})
+        with pa.OSFile(str(shard / "ids.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
     elif what == "too few ids":
         (shard / "ids.arrow").write_bytes((folder / "shard-00002" / "ids.arrow").read_bytes())
-    elif what == "no json":
-        (folder / "store.json").write_text("{")
-    elif what == "other json":
-        (folder / "store.json").write_text('{"a": 1}')
-    elif what == "later version":
-        (folder / "store.json").write_text(json.dumps({**about, "version": 2}))
-    elif what == "wrong rows":
-        (folder / "store.json").write_text(json.dumps({**about, "rows": 24}))
-    elif what == "no shards":
+    # Sizes are the first thing that is looked at; what comes after it must hold as well.
+    about["shards"][1]["bytes"] = {path.name: path.stat().st_size for path in shard.glob("*.[na]*")}
+    about |= {"later version": {"version": 2}, "other json": {"format": "a"}, "unfinished": {"finished": False}}.get(
+        what, {}
+    )
+    if what == "no shards":
         del about["shards"]
-        (folder / "store.json").write_text(json.dumps(about))
-    elif what == "foreign dtype":
-        (folder / "store.json").write_text(json.dumps({**about, "dtype": "O"}))
-    elif what == "unfinished":
-        (folder / "store.json").write_text(json.dumps({**about, "finished": False}))
+    (folder / "store.json").write_text("{" if what == "no json" else json.dumps(about))
+    if what == "gone":
+        (shard / "embeddings.npy").unlink()
+    elif what == "cut off":
+        os.truncate(shard / "embeddings.npy", 150)
 
 
-SAME_SIZE_OR_NOT = ["pickled", "other shape", "other dtype", "no npy", "no ids", "other ids", "too few ids"]
-JSON = ["no json", "other json", "later version", "wrong rows", "no shards", "foreign dtype", "unfinished"]
+FILES = ["gone", "cut off", "pickled", "other shape", "other dtype", "no npy", "no ids", "other ids", "too few ids"]
+JSON = ["no json", "other json", "later version", "no shards", "unfinished"]
 
 
-@pytest.mark.parametrize(
-    ("what", "match_size"),
-    [(what, False) for what in ("gone", "cut off", *SAME_SIZE_OR_NOT, *JSON)]
-    + [(what, True) for what in SAME_SIZE_OR_NOT],
-)
-def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str, match_size: bool) -> None:
+@pytest.mark.parametrize("what", [*FILES, *JSON])
+def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
     folder = write(tmp_path / "s")
     spoil(folder, what)
-    shard = folder / "shard-00001"
-    if match_size:
-        # Sizes are the first thing that is looked at; what comes after it must hold as well.
-        about = json.loads((folder / "store.json").read_text())
-        about["shards"][1]["bytes"] = {path.name: path.stat().st_size for path in shard.iterdir()}
-        (folder / "store.json").write_text(json.dumps(about))
     with pytest.raises(DataError) as refused:
-        EmbeddingStore.open(folder).slice(0, 25)
+        store = EmbeddingStore.open(folder)
+        store.slice(0, 25)
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -165,17 +134,17 @@ def test_no_store_is_refused(tmp_path: Path) -> None:
 def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwise(tmp_path: Path) -> None:
     folder = write(tmp_path / "s")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert start(folder).known_shards == 3
+    assert start(folder).fill(PASSAGES, encode)
     for changed, told in [
         ({"model": "b" * 64}, "model aaaaaaaaaaaa, here bbbbbbbbbbbb"),
-        ({"dtype": "float16"}, 'dtype "float32", here "float16"'),
-        ({"kind": "query", "shard_size": 5}, 'kind "document", here "query"; shard_size 10, here 5'),
+        ({"dtype": "float16"}, "dtype float32, here float16"),
+        ({"kind": "query", "shard_size": 5}, "kind document, here query ("),
     ]:
         with pytest.raises(UserError, match="--overwrite") as refused:
             start(folder, **changed)
         assert told in str(refused.value)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert start(folder, overwrite=True, dtype="float16").known_shards is None
+    start(folder, overwrite=True, dtype="float16")
     assert [path.name for path in folder.iterdir()] == ["store.json"]
 
 
@@ -189,34 +158,57 @@ def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_store_is_finished_when_its_last_shard_is_there(tmp_path: Path) -> None:
-    one, other = start(tmp_path / "s"), StoreWriter.join(tmp_path / "s", IDENTITY)
-    other.write_shard(1, ["b"], embeddings(1), "f")
-    assert not other.finish(2, {})
-    with pytest.raises(DataError, match="not finished"):
-        EmbeddingStore.open(tmp_path / "s")
-    one.write_shard(0, ["a"] * 10, embeddings(10), "e")
-    assert one.finish(2, {}) and other.finish(2, {})
-    assert len(EmbeddingStore.open(tmp_path / "s")) == 11
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(tmp_path: Path, ranks: int) -> None:
+    start(tmp_path / "s")
+    encoded: list[int] = []
+    done = []
+    for rank in range(ranks):
+        writer = StoreWriter(tmp_path / "s", IDENTITY, first=False)
+        done.append(writer.fill(PASSAGES, lambda t: encoded.append(len(t)) or encode(t), rank, ranks))
+        if not done[-1]:
+            with pytest.raises(DataError, match="not finished"):
+                EmbeddingStore.open(tmp_path / "s")
+    assert sum(encoded) == ROWS and done[-1] and sum(done) == max(1, ranks - 2)
+    np.testing.assert_array_equal(EmbeddingStore.open(tmp_path / "s").slice(0, ROWS), embeddings())
     with pytest.raises(UserError, match="made otherwise"):
-        StoreWriter.join(tmp_path / "s", {**IDENTITY, "shard_size": 3})
+        StoreWriter(tmp_path / "s", {**IDENTITY, "shard_size": 3}, first=False)
     with pytest.raises(UserError, match="all ranks see"):
-        StoreWriter.join(tmp_path / "elsewhere", IDENTITY)
+        StoreWriter(tmp_path / "elsewhere", IDENTITY, first=False)
 
 
-def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    writer = start(tmp_path / "s")
-    writer.write_shard(0, ["a"], embeddings(1), "e")
-    writer.write_shard(1, ["b"], embeddings(1)[:, :3], "f")
-    with pytest.raises(DataError, match="embeddings of \\[3, 4\\] numbers"):
-        writer.finish(2, {})
-    with pytest.raises(DataError, match="shard-00001"):
-        writer.finish(1, {})
+@pytest.mark.parametrize("change", ["a text", "an id", "a title", "fewer", "more"])
+def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path: Path, change: str) -> None:
+    folder = write(tmp_path / "s")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    changed = {"a text": ("id-3", "", "xx"), "an id": ("other", "", "xxx"), "a title": ("id-3", "x", "xxx")}
+    passages = [*PASSAGES[:3], changed.get(change, PASSAGES[3]), *PASSAGES[4:]]
+    passages = {"fewer": passages[:-1], "more": [*passages, *(("new", "", "x"),) * 6]}.get(change, passages)
+    with pytest.raises(DataError, match="another corpus"):
+        start(folder).fill(passages, lambda texts: pytest.fail("encoded"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_differences_name_what_differs() -> None:
-    there, here = {"a": 1, "t": {"x": None, "same": 2}}, {"a": 2, "t": {"x": 3, "same": 2}, "new": "v"}
-    assert list(differences(there, here)) == ["a 1, here 2", "t x null, here 3", 'new null, here "v"']
+def test_a_shard_that_is_gone_or_cut_off_is_encoded_again(tmp_path: Path) -> None:
+    folder = write(tmp_path / "s")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    os.truncate(folder / "shard-00001" / "embeddings.npy", 150)
+    found: list[int] = []
+    assert start(folder).fill(PASSAGES, encode, on_found=found.append)
+    assert found == [10, 5] and {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    def peak(rows: int) -> int:
+        passages = ((f"id-{n}", "", f"passage {n} " + "word " * 40) for n in range(rows))
+        writer = StoreWriter(tmp_path / str(rows), {"dtype": "float16", "shard_size": 500})
+        tracemalloc.start()
+        assert writer.fill(passages, lambda texts: np.ones((len(texts), 4), dtype=np.float32))
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(8_000) - peak(2_000) < 100_000
 
 
 KILLED = '''
@@ -224,44 +216,46 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 import pyarrow
-from contaccum.data.passages import Passage
-from contaccum.retrieval.corpus_shards import corpus_shards, encode_shards
-from contaccum.retrieval.store_writer import StoreWriter
+from contaccum import files
+from contaccum.retrieval import store
+from contaccum.retrieval.store import StoreWriter
 
-def encode(folder, kill_at):
+def fill(folder, kill_at):
     """Every call that changes the disk counts; before number `kill_at` the process is killed."""
-    calls, fsync = 0, os.fsync
+    calls = 0
     def counted(function):
         def call(*args, **kwargs):
             nonlocal calls
             calls += 1
             if calls == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # What is in the page cache outlives a process, and disks are slow to say that they have it.
-            return None if function is fsync else function(*args, **kwargs)
+            return function(*args, **kwargs)
         return call
-    for module, name in [(os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (np, "save")]:
+    files._flush = lambda path: None  # what is in the page cache outlives a process
+    store.git_commit = lambda: None
+    for module, name in [(os, "replace"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (np, "save")]:
         setattr(module, name, counted(getattr(module, name)))
-    writer = StoreWriter.start(folder, {"dtype": "float32", "shard_size": 3}, {}, {})
-    passages = [Passage(f"id-{n}", "", "x" * n) for n in range(8)]
+    writer = StoreWriter(folder, {"dtype": "float32", "shard_size": 3})
     texts = []
     def stub(part):
         texts.extend(part)
         return np.array([[len(text), 1.0] for text in part], dtype=np.float32)
-    progress = encode_shards(corpus_shards(passages, 3), stub, writer)
-    assert writer.finish(progress.shards, {"corpus": progress.fingerprint})
+    assert writer.fill([(f"id-{n}", "", "x" * n) for n in range(8)], stub)
     return len(texts), calls
 
 def in_child(*args):
     pid = os.fork()
     if not pid:
-        texts, calls = encode(*args)
+        texts, calls = fill(*args)
         Path(sys.argv[1], "said").write_text(f"{texts} {calls}")
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 def content(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+def visible(found):
+    return {name: data for name, data in found.items() if not name.split("/")[0].startswith(".")}
 
 pyarrow.array(["a"])  # what this imports need not be imported by every child
 whole = Path(sys.argv[1], "whole")
@@ -273,7 +267,7 @@ for kill_at in range(1, calls + 1):
     folder = Path(sys.argv[1], str(kill_at))
     assert in_child(folder, kill_at) == -signal.SIGKILL
     assert in_child(folder, 0) == 0
-    assert content(folder) == content(whole), kill_at
+    assert visible(content(folder)) == content(whole), kill_at
     again.append(int(Path(sys.argv[1], "said").read_text().split()[0]))
 print(*again)
 '''
@@ -287,12 +281,3 @@ def test_a_process_killed_at_any_instant_loses_the_shard_in_work_alone(tmp_path:
     again = [int(word) for word in done.stdout.split()]
     # texts that were encoded again: all 8, then those after the first shard, ... and none once all were written
     assert again == sorted(again, reverse=True) and set(again) == {8, 5, 2, 0}
-
-
-def test_embeddings_of_some_rows_come_in_the_order_asked_for(tmp_path: Path) -> None:
-    store = EmbeddingStore.open(write(tmp_path / "store"))
-    rows = [24, 0, 9, 10, 10]
-    np.testing.assert_array_equal(store.take(rows), store.slice(0, ROWS)[rows])
-    assert store.take([]).shape == (0, 4)
-    with pytest.raises(IndexError, match="0 to 24"):
-        store.take([25])

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from datasets import Dataset, disable_progress_bars
 from sample_texts import WORDS, sentences
 from transformers import BertConfig, BertTokenizerFast, set_seed
@@ -33,7 +36,7 @@ UPDATES = 12
 ROOT = Path(sys.argv[2])
 
 
-def build(tied: bool = True) -> DualEncoder:
+def build(tied: bool = True, normalize: bool = True) -> DualEncoder:
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), *WORDS]
     tokenizer = BertTokenizerFast(vocab={t: i for i, t in enumerate(dict.fromkeys(tokens))}, model_max_length=64)
@@ -48,12 +51,15 @@ def build(tied: bool = True) -> DualEncoder:
         attention_probs_dropout_prob=0.0,
     )
     set_seed(7)
-    return DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=True, tokenizer=tokenizer)
+    return DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=normalize, tokenizer=tokenizer)
 
 
-def trainer_in(folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, **given: Any) -> ContAccumTrainer:
+def data(rows: int, negatives: int = 0) -> Dataset:
     columns = {"query": sentences(rows, 1), "positive": sentences(rows, 2, 9)}
-    columns |= {f"negative_{i}": sentences(rows, 2 + i) for i in range(1, negatives + 1)}
+    return Dataset.from_dict(columns | {f"negative_{i}": sentences(rows, 2 + i) for i in range(1, negatives + 1)})
+
+
+def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 3,
@@ -69,8 +75,12 @@ def trainer_in(folder: Path, model: Any = None, rows: int = 23, negatives: int =
     } | given
     if settings.get("method", "contaccum") in ("contaccum", "pre_batch"):
         settings.setdefault("bank_size", 10)
-    args = ContAccumTrainingArguments(output_dir=str(folder), **settings)
-    return ContAccumTrainer(model or build(), args, Dataset.from_dict(columns), quiet=True)
+    return settings
+
+
+def trainer_in(folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, **given: Any) -> ContAccumTrainer:
+    args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
+    return ContAccumTrainer(model or build(), args, data(rows, negatives), quiet=True)
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
@@ -224,7 +234,26 @@ def ranks() -> dict[str, Any]:
     """Every case on one rank, on two, and some on four; runs stopped by a signal to one rank, and resumed elsewhere."""
     contaccum.losses.PAIRS_PER_PROBE = 20
     codes: dict[str, list[int]] = {}
+    fsdp_models = {name: build(normalize=False).double() for name in ("fsdp", "fsdp-resumed")}
     models = {name: {r: as_one(name, r) for r in (1, 2, 4)} for name in CASES}
+
+    def sharded(number: int, count: int = 2) -> None:
+        """FSDP, saved and resumed; accelerate shards on accelerators only, torch on a CPU as well."""
+        given = {**COMMON, "optim": "adamw_torch", "learning_rate": 1e-3, "balance_grad_norms": "geometric"}
+        given |= {"per_device_train_batch_size": 8 // count, "save_strategy": "steps"}
+        if count > 1:
+            given |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
+            given["ddp_backend"] = "gloo"
+        for name in ("fsdp", "fsdp-resumed")[:count]:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            args = ContAccumTrainingArguments(output_dir=str(ROOT / f"{name}-{count}"), **arguments(**given))
+            if count > 1:
+                PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            trainer = ContAccumTrainer(fsdp_models[name], args, data(48), quiet=True)
+            trainer.train(resume_from_checkpoint=str(ROOT / "fsdp-2" / "checkpoint-1") if "resumed" in name else None)
+            assert type(trainer.model_wrapped).__name__.startswith("FSDP" if count > 1 else "Dual")
+            trainer.save_model()
+            trainer.accelerator.wait_for_everyone()
 
     def case(name: str, count: int, number: int = 0) -> None:
         model, given = models[name][count]
@@ -238,6 +267,7 @@ def ranks() -> dict[str, Any]:
 
     codes["1"] = [wait(fork(lambda: [case(name, 1) for name in CASES]))]  # type: ignore[arg-type]  # the list is no matter
     codes["2"] = on_ranks(2, lambda number: [case(name, 2, number) for name in CASES])  # type: ignore[arg-type]  # as above
+    codes["fsdp"] = [wait(fork(lambda: sharded(0, 1))), *on_ranks(2, sharded)]
     codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4, number))
 
     sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}

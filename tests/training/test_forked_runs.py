@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("forked_runs.py")
 
@@ -73,6 +74,17 @@ def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks: Any) -> N
 
 
 @pytest.mark.slow
+def test_shards_end_with_the_weights_of_one_process_and_resume(ranks: Any) -> None:
+    folder, found = ranks
+    assert found["codes"]["fsdp"] == [0, 0, 0]
+    expected = load_file(folder / "fsdp-1" / "model.safetensors")
+    for name in ("fsdp-2", "fsdp-resumed-2"):
+        weights = load_file(folder / name / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        assert max((weights[key] - expected[key]).abs().max().item() for key in weights) < 1e-10, name
+
+
+@pytest.mark.slow
 def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks: Any) -> None:
     folder, found = ranks
     codes = found["codes"]
@@ -83,7 +95,7 @@ def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks: Any) -> None:
     # One rank has the bank, and the pairs that are left.
     assert codes["alone"] == [0]
     one, two = (outcome(folder / name)[0] for name in ("alone", "ranks"))
-    ids = [key for key in one if key.endswith("query_ids")]
+    ids = [key for key in one if key.endswith("bank.ids")]
     assert ids and all(torch.equal(one[key], two[key]) for key in ids)
     # Without gather_across_devices each has a bank of its own, and nobody could go on with two: refused.
     assert codes["own"] == [0, 0] and codes["refused"] == [0] and codes["unused"] == [0, 0]

@@ -61,8 +61,8 @@ def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in: Any, tmp
     found = {}
     for update in (0, 2, 4):
         mined = mine_hard_negatives(
-            models[update],
             data,
+            models[update],
             num_negatives=4,
             range_max=None,
             relative_margin=0.0,

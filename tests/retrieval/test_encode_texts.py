@@ -12,10 +12,10 @@ from sentence_transformers import SentenceTransformer
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import (
-    document_text,
     encode_corpus,
     encode_queries,
     encode_texts,
+    metric_of,
     model_fingerprint,
     tokenisation_contract,
     tokenizer_fingerprint,
@@ -80,16 +80,15 @@ def test_a_broken_model_is_reported_not_searched(model):
         encode_texts(model, TEXTS, "query")
 
 
-@pytest.mark.parametrize("wrong", [{"kind": "passage"}, {"batch_size": 0}, {"autocast_dtype": "fp16"}])
-def test_settings_out_of_range_are_refused(model, wrong):
-    with pytest.raises(ConfigError):
-        encode_texts(model, TEXTS, **wrong)
-
-
-def test_document_text_is_title_space_text_stripped():
-    assert document_text({"title": "Sky", "text": "Nothing does. "}) == "Sky Nothing does."
-    assert document_text({"title": "", "text": "Nothing does."}) == "Nothing does."
-    assert document_text({"text": "Nothing does."}) == "Nothing does."
+def test_settings_out_of_range_are_refused(model):
+    with pytest.raises(ConfigError, match="fp16"):
+        encode_texts(model, TEXTS, autocast_dtype="fp16")
+    with pytest.raises(ConfigError, match="score function 'euclidean'"):
+        metric_of(model, "euclidean")
+    model.similarity_fn_name = "manhattan"
+    assert metric_of(model, "cos_sim") == "cos"
+    with pytest.raises(ConfigError, match="compares by 'manhattan'"):
+        metric_of(model)
 
 
 def test_models_that_only_know_beir_are_encoded_as_beir_does():

@@ -6,7 +6,6 @@ import gzip
 import json
 
 import pytest
-from datasets import Dataset
 from mining_files import write_beir, write_lines, write_pairs
 
 from contaccum.errors import ConfigError, DataError
@@ -24,7 +23,7 @@ def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come
     assert [passages(data, rows) for rows in data.positives] == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
     assert data.pair_counts == [2, 1, 1]
     assert [passages(data, rows) for rows in data.excluded] == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
-    assert (data.record["pairs"], data.record["pairs_that_occur_again_or_are_empty"]) == (4, 1)
+    assert (data.record["queries"], data.record["pairs"], data.record["passages"]) == (3, 4, 4)
 
 
 def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
@@ -54,7 +53,6 @@ def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_ca
     data = load_mining_data(folder)
     assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
     assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3", "d6"], ["d5"]]
-    assert (data.record["passages_that_occur_again"], data.record["empty_passages"]) == (1, 1)
 
 
 def test_a_judgement_of_a_copy_counts_for_the_passage(tmp_path):
@@ -72,7 +70,7 @@ def test_queries_of_the_same_text_share_their_positives(tmp_path):
 
 def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_candidates(tmp_path):
     data_file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
-    records = [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items()]
+    records = [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items() if t or x]
     packed = tmp_path / "c.jsonl.gz"
     packed.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
     data = load_mining_data(data_file, packed)
@@ -93,9 +91,9 @@ def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
 @pytest.mark.parametrize(
     ("qrels", "documents", "message"),
     [
-        ([("q0", "d0", 0)], DOCUMENTS, "above 0"),
-        ([("q0", "d4", 1)], DOCUMENTS, "every positive passage is empty"),
-        ([("q0", "d4", 1)], {"d4": ("", " ")}, "no passage left"),
+        ([("q0", "d0", 0)], DOCUMENTS, "no query has a positive"),
+        ([("q0", "d4", 1)], DOCUMENTS, "no query has a positive"),
+        ([("q0", "d4", 1)], {"d4": ("", " ")}, "no passage is left"),
     ],
 )
 def test_data_without_anything_to_mine_are_refused(tmp_path, qrels, documents, message):
@@ -114,45 +112,18 @@ def test_tables_with_columns_of_their_own_are_mined_too(tmp_path):
     assert data.queries == ["q1", "q2"] and [passages(data, rows) for rows in data.positives] == [["a"], ["b"]]
 
 
-def test_records_and_a_corpus_in_memory_give_what_their_files_give(tmp_path):
+def test_records_in_memory_give_what_their_file_gives(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     records = [json.loads(line) for line in pairs.read_text().splitlines()]
-    from_file = load_mining_data(pairs)
-    shapes = (
-        records,
-        iter(records),
-        Dataset.from_list(records),
-        [(record["query"], record["positive"]) for record in records],
-        [{"question": record["query"], "passage": record["positive"]} for record in records],
-        [{"positive": record["positive"], "query": record["query"]} for record in records],
-    )
-    for shape in shapes:
-        data = load_mining_data(shape)
-        assert data == from_file and data.record["fingerprint"] == from_file.record["fingerprint"]
-    corpus = [{"_id": f"d{i}", "title": "the sky", "text": f"the cat {i}"} for i in range(9)]
-    corpus.append({"_id": "copy", "title": "", "text": records[0]["positive"].upper()})
-    from_file = load_mining_data(records, write_lines(tmp_path / "c.jsonl", corpus))
-    assert from_file.pool_size == 10 and from_file.excluded[0] == [9]
-    assert load_mining_data(records, corpus) == from_file
-    texts = load_mining_data(records, [f"{c['title']} {c['text']}".strip() for c in corpus])
-    assert (texts.pool_size, texts.excluded) == (10, from_file.excluded)
+    from_file, data = load_mining_data(pairs), load_mining_data(iter(records))
+    assert data == from_file and data.record["fingerprint"] == from_file.record["fingerprint"]
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"query": "q", "positive": None}, r"records:2: missing positive"),
-        ({"query": "q"}, "records:2: not a query and its positive"),
-        ({"query": " ", "positive": "p"}, "records:2: empty query"),
-        ("q and p", "records:2: not a query and its positive"),
-        (("q", ["p", 7]), "records:2: positive is not text"),
-    ],
-)
-def test_a_bad_record_in_memory_is_named_or_left_out(bad, message):
-    source = [("q", "p"), bad, ("r", "s")]
-    with pytest.raises(DataError, match=message):
-        load_mining_data(source)
-    data = load_mining_data(source, on_bad_record="skip")
-    assert data.queries == ["q", "r"] and "1 left out" in data.record["records"]
-    with pytest.raises(DataError, match="corpus:2: missing text"):
-        load_mining_data([("q", "p")], ["a", {"_id": "x"}])
+def test_a_bad_record_is_named_or_left_out(tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "p"}, {"query": "r"}])
+    with pytest.raises(DataError, match=r"p\.jsonl:2: missing positive"):
+        load_mining_data(path)
+    data = load_mining_data(path, on_bad_record="skip")
+    assert data.queries == ["q"] and "1 left out" in data.record["records"]
+    with pytest.raises(DataError, match=r"c\.jsonl:1: missing text"):
+        load_mining_data([{"query": "q", "positive": "p"}], write_lines(tmp_path / "c.jsonl", [{"_id": "x"}]))

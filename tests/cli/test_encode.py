@@ -1,0 +1,232 @@
+"""`contaccum encode`: what `encode_texts` gives, from every form of a corpus, by one process or two, killed or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sample_texts import sentences
+
+from contaccum import DualEncoder
+from contaccum.cli import main
+from contaccum.data import Passage, RecordReport
+from contaccum.errors import DataError
+from contaccum.files import fingerprint
+from contaccum.retrieval import encode as encode_module
+from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
+from contaccum.retrieval.store import EmbeddingStore
+
+TEXTS = [text * (1 + n % 3) for n, text in enumerate(sentences(45, 1, 5))]
+PASSAGES = [Passage(f"d{n}", f"title {n}" if n % 2 else "", text) for n, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model with towers and prompts of its own, and the corpus in every form."""
+    root = tmp_path_factory.mktemp("encode")
+    settings = {"tied": False, "query_prompt": "who: ", "passage_prompt": "text: ", "device": "cpu"}
+    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, passage_max_length=24, **settings)
+    model.save_pretrained(str(root / "model"))
+    records = [{"_id": p.id, "title": p.title, "text": p.text} for p in PASSAGES]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (root / "corpus.jsonl").write_text(lines)
+    (root / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (root / "beir").mkdir()
+    (root / "beir" / "corpus.jsonl").write_text(lines)
+    queries = [{"_id": f"q{n}", "text": text} for n, text in enumerate(sentences(7, 2))]
+    (root / "beir" / "queries.jsonl").write_text("".join(json.dumps(query) + "\n" for query in queries))
+    pq.write_table(pa.Table.from_pylist(records), root / "corpus.parquet")
+    rows = "".join(f"{p.id}\t{p.text}\t{p.title}\n" for p in PASSAGES)
+    (root / "psgs_w100.tsv").write_text("id\ttext\ttitle\n" + rows)
+    (root / "collection.tsv").write_text("".join(f"{p.id}\t{p.passage}\n" for p in PASSAGES))
+    (root / "nq.qa.csv").write_text("".join(f"{query['text']}\t['an answer']\n" for query in queries))
+    return root
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> DualEncoder:
+    return DualEncoder.from_pretrained(str(root / "model"), device="cpu")
+
+
+def encode(root: Path, output: Path, *options: object, corpus: str = "corpus.jsonl", expect: int = 0) -> None:
+    words = ["encode", root / "model", "--corpus", root / corpus, "--output", output, "--no_progress"]
+    words += ["--device", "cpu", "--shard_size", 16, *options]
+    assert main([str(word) for word in words]) == expect
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Path:
+    """The store of corpus.jsonl."""
+    encode(root, root / "whole")
+    return root / "whole"
+
+
+@pytest.mark.parametrize(
+    "corpus", ["corpus.jsonl", "corpus.jsonl.gz", "corpus.parquet", "psgs_w100.tsv", "collection.tsv", "beir"]
+)
+def test_embeddings_are_those_of_the_model_from_every_form(
+    root: Path, model: DualEncoder, tmp_path: Path, corpus: str
+) -> None:
+    encode(root, tmp_path / "s", corpus=corpus)
+    store = EmbeddingStore.open(tmp_path / "s")
+    assert store.ids(range(len(store))) == [p.id for p in PASSAGES]
+    expected = model.encode_document([p.passage for p in PASSAGES])
+    np.testing.assert_allclose(store.slice(0, len(store)), expected, atol=1e-5)
+    assert [len(ids) for _, ids, _ in store.shards()] == [16, 16, 13]
+
+
+def test_the_record_says_what_was_encoded_and_how(whole: Path, model: DualEncoder) -> None:
+    store = EmbeddingStore.open(whole)
+    assert store.about["model"] == model_fingerprint(model)
+    assert store.about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
+    assert store.about["tokenisation"]["document_max_length"] == 24
+    assert store.about["tokenisation"]["document_prompt"] == "text: "
+    assert (store.similarity, store.about["kind"], store.about["precision"]) == ("dot", "document", "float32")
+    assert store.about["software"][0]["versions"]["torch"]
+
+
+@pytest.mark.parametrize(("corpus", "first"), [("beir", "q0"), ("nq.qa.csv", "question-1")])
+def test_queries_are_encoded_as_queries(
+    root: Path, model: DualEncoder, tmp_path: Path, corpus: str, first: str
+) -> None:
+    encode(root, tmp_path / "s", "--kind", "query", corpus=corpus)
+    store = EmbeddingStore.open(tmp_path / "s")
+    np.testing.assert_allclose(store.slice(0, 7), model.encode_query(sentences(7, 2)), atol=1e-5)
+    assert store.ids([0]) == [first] and len(store) == 7
+
+
+def test_precision_and_dtype_are_separate_choices(root: Path, whole: Path, tmp_path: Path) -> None:
+    encode(root, tmp_path / "16", "--dtype", "float16")
+    encode(root, tmp_path / "b16", "--precision", "bfloat16")
+    exact = EmbeddingStore.open(whole).slice(0, 45)
+    half, autocast = (EmbeddingStore.open(tmp_path / name) for name in ("16", "b16"))
+    np.testing.assert_array_equal(half.slice(0, 45), exact.astype(np.float16).astype(np.float32))
+    error = np.abs(autocast.slice(0, 45) - exact).max()
+    assert 1e-4 < error < 0.1 and autocast.dtype == np.float32
+
+
+def test_a_run_that_broke_off_goes_on_with_its_shard_and_ends_with_the_same_bytes(
+    root: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # At whatever instant a process is killed: tests/retrieval/test_store.py.
+    encoded: list[str] = []
+
+    def breaks_off(model: Any, texts: list[str], *args: Any) -> np.ndarray:
+        encoded.extend(texts)
+        if len(encoded) == 32:
+            raise KeyboardInterrupt
+        return encode_texts(model, texts, *args)
+
+    monkeypatch.setattr(encode_module, "encode_texts", breaks_off)
+    encode(root, tmp_path / "s", expect=130)
+    before = files(tmp_path / "s")
+    assert "shard-00000/embeddings.npy" in before and "shard-00001/embeddings.npy" not in before
+    with pytest.raises(DataError, match="goes on"):
+        EmbeddingStore.open(tmp_path / "s")
+    encoded.clear()
+    encode(root, tmp_path / "s")
+    assert encoded == [p.passage for p in PASSAGES[16:]]
+    assert files(tmp_path / "s") == files(whole)
+    # Once finished, nothing is encoded or written again.
+    encode(root, tmp_path / "s")
+    assert len(encoded) == 29 and files(tmp_path / "s") == files(whole)
+    assert "0 encoded" in capsys.readouterr().out
+
+
+def test_a_store_of_another_model_setting_or_corpus_is_refused_by_name(
+    root: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(whole)
+    other = DualEncoder.from_pretrained(str(root / "model"), device="cpu")
+    next(other.parameters()).data[0, 0] += 1
+    other.save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "corpus.jsonl").write_bytes((root / "corpus.jsonl").read_bytes())
+    encode(tmp_path, whole, expect=2)
+    assert "made otherwise: model " in capsys.readouterr().err
+    for options, told in [
+        (["--passage_max_length", 20], "tokenisation document_max_length 24, here 20"),
+        (["--dtype", "float16"], "dtype float32, here float16"),
+        (["--shard_size", 9], "shard_size 16, here 9"),
+        (["--kind", "query"], "kind document, here query"),
+        (["--corpus", root / "beir" / "queries.jsonl"], "another corpus"),
+    ]:
+        encode(root, whole, *options, expect=2)
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if "contaccum" in line]
+        assert told in error and "--overwrite" in error
+    assert files(whole) == before
+
+
+def test_overwrite_starts_anew(root: Path, whole: Path, tmp_path: Path) -> None:
+    encode(root, tmp_path / "s", corpus="beir/queries.jsonl")
+    encode(root, tmp_path / "s", "--overwrite")
+    assert {**files(tmp_path / "s"), "store.json": b""} == {**files(whole), "store.json": b""}
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_store_of_one(root: Path, whole: Path, tmp_path: Path) -> None:
+    words = ["encode", root / "model", "--corpus", root / "corpus.jsonl", "--output", tmp_path / "s"]
+    words += ["--no_progress", "--shard_size", "16"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "contaccum.cli", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = EmbeddingStore.open(tmp_path / "s"), EmbeddingStore.open(whole)
+    assert ours.about == theirs.about
+    np.testing.assert_array_equal(ours.slice(0, 45), theirs.slice(0, 45))
+    assert ours.ids(range(45)) == theirs.ids(range(45))
+    # 16 + 13 and 16, whoever says the last word
+    assert "29 encoded by rank 0" in done.stdout and "16 encoded by rank 1" in done.stdout
+    assert done.stdout.count("45 records") == 1 and "written:" in done.stdout
+
+
+def test_an_id_that_occurs_again_is_refused_however_far_apart(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (root / "corpus.jsonl").read_text().splitlines()
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
+    for block in (7, 2**16):
+        monkeypatch.setattr(encode_module, "_IDS_AT_A_TIME", block)
+        with pytest.raises(DataError, match="id 'd2' occurs again"):
+            list(read_texts(path, "document", RecordReport("skip")))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--batch_size", 0], "--batch_size: must be at least 1"),
+        (["--corpus", "nowhere.jsonl"], "no such file"),
+        (["--device", "abacus"], "device 'abacus'"),
+        (["--shard", 3], "did you mean '--shard_size'"),
+        (["--passage_max_length", 9999], "passage_max_length=9999"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(
+    root: Path, tmp_path: Path, options: list[object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encode(root, tmp_path / "s", *options, expect=2)
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_what_cannot_be_written_to_is_refused_before_a_model_is_loaded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("contaccum.cli.encode.load_model", lambda *args: pytest.fail("the model was loaded"))
+    (tmp_path / "notes.txt").write_text("mine")
+    encode(root, tmp_path, expect=2)
+    assert "notes.txt" in capsys.readouterr().err
