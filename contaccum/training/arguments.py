@@ -16,7 +16,7 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.data.samplers import LENGTH_WINDOW, SET_SAMPLERS
+from contaccum.data.samplers import SET_SAMPLERS
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact_record
 from contaccum.grad_norms import BALANCES
@@ -92,14 +92,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         ("none", "linear", "sqrt"),
     )
     learning_rate_base_batch_size: int = option(128, "Pairs per update at which learning_rate holds as given.")
-    topic_column: str | None = option(
-        None, "Column with a label for each row: batches are of one topic. It is not encoded."
-    )
-    length_window: int | None = option(
-        None,
-        "Micro-batches sorted by length together, with train_sampling_strategy=group_by_length. Default: those of an "
-        "update if they are 8 or more, else of as many updates as make 16.",
-    )
     refresh_negatives_every: int | None = option(
         None,
         "Mine the hard negatives anew with the model in training, every so many updates, as ANCE does; and before the "
@@ -213,15 +205,11 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self.world_size,
             self.total_train_batch_size,
         )
-        if pairs is not None and (pairs < 1 or pairs % (n * ranks)):
+        given = pairs is not None and (steps > 1 or self.method == "in_batch")
+        if pairs is not None and (pairs < 1 or pairs % (n * ranks) or (given and n * steps * ranks != pairs)):
             raise ConfigError(
-                f"total_train_batch_size={pairs} is no multiple of per_device_train_batch_size={n} x {ranks} devices: "
-                "change one of them"
-            )
-        if pairs is not None and (steps > 1 or self.method == "in_batch") and n * steps * ranks != pairs:
-            raise ConfigError(
-                f"total_train_batch_size={pairs} is not per_device_train_batch_size={n} x gradient_accumulation_steps="
-                f"{steps} x {ranks} devices = {n * steps * ranks}: drop one of them"
+                f"total_train_batch_size={pairs} is not per_device_train_batch_size={n} x gradient_accumulation_steps"
+                f"{f'={steps}' if given else ''} x {ranks} devices: change or drop one of them"
             )
         if pairs is not None:
             self.gradient_accumulation_steps = pairs // (n * ranks)
@@ -256,17 +244,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     def order_seed(self) -> int:
         """The seed of the order of data."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def groups_by_length(self) -> bool:
-        """Whether rows of similar length come together."""
-        return str(self.train_sampling_strategy) == "group_by_length"
-
-    @property
-    def lengths_sorted(self) -> int:
-        """Micro-batches sorted by length together: whole updates, which are then samples of all lengths."""
-        k = self.gradient_accumulation_steps
-        return self.length_window or (k if k >= LENGTH_WINDOW // 2 else -(-LENGTH_WINDOW // k) * k)
 
     @property
     def avoids_duplicates(self) -> bool:

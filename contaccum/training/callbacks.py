@@ -92,7 +92,7 @@ class UpdateCallback(TrainerCallback):
             "peak_memory_mb": peak_memory_mb(trainer.args.device),
         }
         for loss in losses[:1]:
-            record |= {key: float(loss.last[key]) for key in ("columns", "embedding_spread")}
+            record |= {"columns": int(loss.last["columns"]), "embedding_spread": float(loss.last["embedding_spread"])}
             record |= loss.info_nce.drift_record() if loss.info_nce is not None else {}
             for warning in self.collapse.observe(record):
                 logger.warning(warning)
@@ -189,21 +189,10 @@ class EvaluationCallback(EarlyStoppingCallback):
         self._before = (random_states(), time.perf_counter(), self.trainer.update.started)
 
 
-class TrainingStopped(SystemExit):
-    """Training was asked to stop, and has saved. Left alone, it ends the process with the code of its own.
-
-    Attributes:
-        code: 143 after SIGTERM, 130 after SIGINT: 128 and the signal's number, as shells have it.
-        checkpoint: what was saved.
-    """
-
-    def __init__(self, number: int, checkpoint: str) -> None:
-        super().__init__(128 + number)
-        self.checkpoint = checkpoint
-
-
 class SignalCallback(TrainerCallback):
-    """SIGTERM and SIGINT as requests: the update ends, a checkpoint is saved, and `TrainingStopped` is raised.
+    """SIGTERM and SIGINT as requests: the update ends, a checkpoint is saved, and `SystemExit` is raised.
+
+    Its code is 128 and the signal's number, as shells have it: 143 after SIGTERM, 130 after SIGINT.
 
     Handlers are in place within ``with``; a second signal does what it did before. In another thread than the main
     one, which alone may set handlers, nothing is noted.
@@ -246,4 +235,4 @@ class SignalCallback(TrainerCallback):
             checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
             if state.is_world_process_zero:
                 print(f"stopped; saved {checkpoint}: go on with --resume_from_checkpoint last")
-            raise TrainingStopped(self.received, checkpoint)
+            raise SystemExit(128 + self.received)

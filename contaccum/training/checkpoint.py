@@ -43,10 +43,6 @@ _BY_FLAG = (
     "multi_dataset_batch_sampler",
     "sampling_temperature",
     "sampling_weights",
-    "train_sampling_strategy",
-    "length_column_name",
-    "length_window",
-    "topic_column",
     "shuffle_buffer_size",
 )
 # What optimizer and schedule keep in their own state.

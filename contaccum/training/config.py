@@ -265,10 +265,9 @@ def unknown_key(key: str, known: Collection[str], where: str) -> ConfigError:
 
 def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingData | TrainingSets:
     """The training data that the arguments name."""
-    common: dict[str, Any] = {"on_bad_record": data.on_bad_record, "topic_column": args.topic_column}
+    common: dict[str, Any] = {"on_bad_record": data.on_bad_record, "seed": args.order_seed}
     if data.streaming:
         common |= {"streaming": True, "shuffle_buffer_size": data.shuffle_buffer_size or 10_000}
-    common["seed"] = args.order_seed
     if not data.is_one_path:
         return load_training_sets(data.sets, **common)
     return load_training_data(

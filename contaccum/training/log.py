@@ -106,7 +106,7 @@ def describe_run(trainer: Any) -> str:
         "method": args.method,
         "pairs per micro-batch": args.pairs_per_micro_batch,
         "micro-batches (K)": pairs // args.world_size // args.pairs_per_micro_batch,
-        "batches": _batches(args),
+        "batches": "no duplicates" if args.avoids_duplicates else None,
         "devices": args.world_size,
         "pairs per update": pairs,
         "bank rows": f"{bank:,} passages, {0 if args.query_bank_size == 0 else bank:,} queries" if bank else "none",
@@ -124,18 +124,9 @@ def describe_run(trainer: Any) -> str:
         facts["training sets"] = f"{len(trainer.set_shares)}, sampled by {how}"
     lines = [f"{name:<21} {value}" for name, value in facts.items() if value is not None]
     for name, about in trainer.set_shares.items():
-        lines.append(
-            f"  {name:<20}{about['rows']:,} rows, weight {about['weight']:.4g}, {100 * about['share']:.4g} % of "
-            f"micro-batches, {about['batches_per_epoch']:,} an epoch, {about['passes_per_epoch']:.4g} passes"
-        )
+        share = f", {100 * about['share']:.4g} % of micro-batches" if "share" in about else ""
+        lines.append(f"  {name:<20}{about['rows']:,} rows{share}")
     return "\n".join(lines)
-
-
-def _batches(args: Any) -> str | None:
-    parts = ["no duplicates"] if args.avoids_duplicates else []
-    parts += [f"similar lengths, sorted {args.lengths_sorted} at a time"] if args.groups_by_length else []
-    parts += [f"one {args.topic_column} each"] if args.topic_column else []
-    return "; ".join(parts) or None
 
 
 class CollapseWatch:

@@ -23,6 +23,12 @@ from contaccum.errors import UserError
 if TYPE_CHECKING:
     from contaccum.training.arguments import ContAccumTrainingArguments
 
+WHAT_ELSE = (
+    "train in half precision with bf16=true, set gradient_checkpointing=true, lower passage_max_length or bank_size, "
+    "set freeze_word_embeddings=true or an optim with smaller states, or take a smaller model"
+)
+"""What else there is to turn, in the order of what it costs."""
+
 _SHARE = 0.8  # of the host's memory that a micro-batch may take
 
 
@@ -101,17 +107,6 @@ def split_rows(inputs: dict[str, Any], rows: int) -> list[tuple[dict[str, Any], 
     return [({**inputs, **dict(zip(tensors, part, strict=True))}, len(part[0]) / n) for part in parts]
 
 
-def what_else_to_turn(args: ContAccumTrainingArguments) -> str:
-    """Settings that save memory and are not yet set, in the order of what they cost."""
-    turns = [] if args.bf16 or args.fp16 else ["train in half precision with bf16=true"]
-    turns += [] if args.gradient_checkpointing else ["set gradient_checkpointing=true"]
-    turns += ["lower passage_max_length"]
-    turns += ["lower bank_size, or set bank_dtype=bfloat16"] if args.bank_size else []
-    return "; ".join(
-        [*turns, "set freeze_word_embeddings=true or an optim with smaller states, or take a smaller model"]
-    )
-
-
 # What fits -----------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +154,7 @@ def largest_that_fits(args: ContAccumTrainingArguments, least: int, attempt: Cal
     except RuntimeError as error:
         if "reached zero" not in str(error):
             raise
-        raise UserError(f"out of memory at a micro-batch of {sizes[-1]}: {what_else_to_turn(args)}") from None
+        raise UserError(f"out of memory at a micro-batch of {sizes[-1]}: {WHAT_ELSE}") from None
 
 
 def _growth(work: Callable[[], None]) -> float:

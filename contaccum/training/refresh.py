@@ -174,16 +174,13 @@ def with_refresh(
         if data is not None:
             raise ConfigError("mining_data without refresh_negatives_every: nothing is mined. Set it, or drop the data")
         return dataset, None
-    names = getattr(dataset, "column_names", None)
-    if isinstance(dataset, dict) or not hasattr(dataset, "__len__") or not isinstance(names, list):
+    names = list(getattr(dataset, "column_names", None) or [])
+    fits = names[:2] == ["query", "positive"] and any(re.fullmatch("negative_[0-9]+", name) for name in names)
+    if not fits or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            "refresh_negatives_every needs one data set whose rows can be looked up: drop it, or train on one that is "
-            "neither a stream nor several by name"
-        )
-    if names[:2] != ["query", "positive"] or not any(re.fullmatch("negative_[0-9]+", name) for name in names):
-        raise ConfigError(
-            f"refresh_negatives_every with the columns {', '.join(names)}: needs query, positive, negative_1 and on "
-            "(their texts may be None). Set num_hard_negatives, or rename and add columns"
+            "refresh_negatives_every needs one data set, neither a stream nor several by name, with the columns query, "
+            f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}. Set "
+            "num_hard_negatives, or drop refresh_negatives_every"
         )
     dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
     return dataset, NegativeRefresh(args, dataset, data)

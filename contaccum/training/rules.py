@@ -68,7 +68,7 @@ RULES: Rules = {
     "could not be read or balanced, and checkpoints would be its own. FSDP shards the same things: drop deepspeed, and "
     "set fsdp=true": lambda a: a.deepspeed or _in_environment("ACCELERATE_USE_DEEPSPEED"),
     **_at_least("a", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_skipped_updates": 0}),
-    **_at_least("a", {"learning_rate_base_batch_size": 1, "length_window": 2, "refresh_negatives_every": 1}),
+    **_at_least("a", {"learning_rate_base_batch_size": 1, "refresh_negatives_every": 1}),
     **_at_least("a", {"early_stopping_patience": 1, "early_stopping_threshold": 0}),
     "method=in_batch with gradient_accumulation_steps={a.gradient_accumulation_steps}: an in-batch update is one "
     "batch. Set gradient_accumulation_steps=1, or method=grad_accum": lambda a: (
@@ -95,13 +95,8 @@ RULES: Rules = {
     "from what fits. Drop gradient_accumulation_steps": lambda a: (
         a.finds_micro_batch and a.gradient_accumulation_steps > 1
     ),
-    "train_sampling_strategy={a.train_sampling_strategy}: batches are shuffled here. Set it to random or "
-    "group_by_length": lambda a: str(a.train_sampling_strategy) not in ("random", "group_by_length"),
-    "batch_sampler={a.batch_sampler} with topic_column={a.topic_column}: each makes the batches. Drop one of them": (
-        lambda a: a.topic_column and name_of(a.batch_sampler) != "batch_sampler"
-    ),
-    "batch_sampler={a.batch_sampler} with train_sampling_strategy=group_by_length: each makes the batches. Drop one of "
-    "them": lambda a: a.groups_by_length and name_of(a.batch_sampler) != "batch_sampler",
+    "train_sampling_strategy={a.train_sampling_strategy}: the order here depends on seed and epoch alone, so that runs "
+    "resume. Drop it": lambda a: str(a.train_sampling_strategy) != "random",
     "sampling_weights: {a.sampling_weights!r} is no mapping of names to numbers above 0, as {{a: 2, b: 1}}": (
         lambda a: a.sampling_weights is not None and not _are_weights(a.sampling_weights)
     ),
@@ -121,6 +116,9 @@ RULES: Rules = {
         ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin"),
         "without refresh_negatives_every: nothing is mined. Set it to a number of updates",
         lambda a: a.refresh_negatives_every is None,
+    ),
+    "restore_callback_states_from_checkpoint=true: patience is restored in any case. Drop it": (
+        lambda a: a.restore_callback_states_from_checkpoint
     ),
     "refresh_negatives_every with fsdp: one rank mines, and would need the whole model. Drop one of them": (
         lambda a: a.refresh_negatives_every is not None and a.fsdp
@@ -174,10 +172,6 @@ DATA_RULES: Rules = {  # of the command line, whose data is known by its argumen
     "in one set whose rows can be looked up. Drop one of them": lambda d, a: (
         a.refresh_negatives_every is not None and (d.streaming or not d.is_one_path)
     ),
-    f"train_sampling_strategy=group_by_length {_STREAM}. Drop one of them": (
-        lambda d, a: d.streaming and a.groups_by_length
-    ),
-    f"topic_column={{a.topic_column}} {_STREAM}. Drop one of them": lambda d, a: d.streaming and a.topic_column,
     f"batch_sampler {_STREAM} (the bank methods mask duplicates). Drop one of them": (
         lambda d, a: d.streaming and name_of(a.batch_sampler) != "batch_sampler"
     ),

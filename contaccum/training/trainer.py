@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from contaccum.data.samplers import RowFacts, make_batch_sampler, make_set_sampler, set_shares, take_row_facts
+from contaccum.data.samplers import make_batch_sampler, make_set_sampler, set_shares
 from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.distributed import world_size
 from contaccum.encoders import loading
@@ -41,9 +41,9 @@ from contaccum.training.callbacks import EvaluationCallback, SignalCallback, Upd
 from contaccum.training.checkpoint import BANK_FILE, choose_checkpoint, ended_with, facts_of, is_no_room, seal, state_of
 from contaccum.training.log import rows_of
 from contaccum.training.memory import (
+    WHAT_ELSE,
     is_out_of_memory,
     kept_random_states,
-    what_else_to_turn,
 )
 from contaccum.training.methods import (
     check_columns,
@@ -125,12 +125,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             total = torch.cuda.get_device_properties(args.device).total_memory
             torch.cuda.set_per_process_memory_fraction(args.memory_limit_gb * 2**30 / total, args.device)
         train_dataset, self.refresh = with_refresh(args, train_dataset, mining_data)
-        train_dataset, self._row_facts = take_row_facts(args, train_dataset)
-        if args.topic_column and any(facts.topics is None for facts in self._row_facts.values()):
-            raise ConfigError(
-                f"topic_column={args.topic_column}: the training data has no such column. Name one, or add it"
-            )
-        eval_dataset, _ = take_row_facts(args, eval_dataset)
         self.samplings = samplings_of(train_dataset)
         texts = train_dataset if train_dataset is not None else eval_dataset
         take_roles(args, model, texts, eval_dataset)
@@ -200,7 +194,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         ``"auto"`` is that too, or a start where there is none yet: for jobs that are started again and again.
 
         Raises:
-            TrainingStopped: a SystemExit, after SIGTERM or SIGINT and a checkpoint.
+            SystemExit: with code 143 after SIGTERM, 130 after SIGINT, when a checkpoint is saved.
             UserError: for a checkpoint that is not whole or not this run's, a disk that is full, too little memory.
         """
         self._checkpoint = None
@@ -226,7 +220,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 ) from error
             if is_out_of_memory(error):
                 raise UserError(
-                    f"out of memory outside of a micro-step: {what_else_to_turn(self.args)}; and resume from `last`"
+                    f"out of memory outside of a micro-step: {WHAT_ELSE}; and resume from `last`"
                 ) from error
             raise
 
@@ -252,9 +246,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         given |= {"valid_label_columns": collate.valid_label_columns, "seed": args.order_seed}
         given["generator"] = torch.Generator().manual_seed(args.order_seed)
         samplers: list[Any] = [
-            make_batch_sampler(args, part, self._row_facts.get(name, RowFacts()), **given)
-            or self.get_batch_sampler(part, **given)
-            for name, part in parts.items()
+            make_batch_sampler(args, part, **given) or self.get_batch_sampler(part, **given) for part in parts.values()
         ]
         self.batch_sampler, rows = samplers[0], data
         if isinstance(data, dict):
@@ -392,8 +384,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         chosen: list[Any] = [None, None]
         args = self.args
         if args.process_index == 0:
-            ordered = args.avoids_duplicates or args.groups_by_length or args.topic_column or args.own_batch_sampler
-            planned = bool(ordered) or isinstance(self.train_dataset, dict)
+            ordered = args.avoids_duplicates or args.own_batch_sampler
+            planned = ordered or isinstance(self.train_dataset, dict)
             try:
                 chosen[0] = choose_checkpoint(asked, args, self.settings(), planned, self.quiet)
             except UserError as error:

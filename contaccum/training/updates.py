@@ -24,12 +24,12 @@ from contaccum.errors import UserError
 from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
 from contaccum.training.memory import (
+    WHAT_ELSE,
     is_out_of_memory,
     kept_random_states,
     largest_that_fits,
     longest_rows,
     split_rows,
-    what_else_to_turn,
 )
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Updates:
                 "gradient_accumulation_steps by as much, and resume from `last`"
             )
         if rows <= self.least_rows:
-            raise UserError(f"out of memory at a micro-batch of {rows} ({what}): {what_else_to_turn(args)}")
+            raise UserError(f"out of memory at a micro-batch of {rows} ({what}): {WHAT_ELSE}")
         self.rows_fit = max(rows // 2, self.least_rows)
         if cached:
             loss.mini_batch_size = self.rows_fit

@@ -135,7 +135,7 @@ def test_the_examples_of_the_docs_train(
     data = json.loads(Path("out/run.json").read_text())["data"]
     if heading == "Several sets":
         expected = {"pairs": 1 / 3.5, "faq": 2 / 3.5, "mined": 0.5 / 3.5}
-        assert {one["name"]: one["weight"] for one in data["sets"]} == pytest.approx(expected)
+        assert {one["name"]: one["share"] for one in data["sets"]} == pytest.approx(expected)
     else:
         assert data["rows"] is None and len(data["fingerprint"]) == 64
 

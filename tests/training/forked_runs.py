@@ -78,9 +78,12 @@ def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
     return settings
 
 
-def trainer_in(folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, **given: Any) -> ContAccumTrainer:
+def trainer_in(
+    folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
+) -> ContAccumTrainer:
     args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
-    return ContAccumTrainer(model or build(), args, data(rows, negatives), quiet=True)
+    dataset = data(rows, negatives)
+    return ContAccumTrainer(model or build(), args, dataset.to_iterable_dataset() if stream else dataset, quiet=True)
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
@@ -181,6 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
     "contaccum": {"balance_grad_norms": "geometric", "max_grad_norm": 0.5},
     "contaccum, untied": {"tied": False, "negatives": 1, "balance_grad_norms": "geometric", "max_grad_norm": 0.5},
     "pre_batch": {"method": "pre_batch", "negatives": 1},
+    "stream": {"stream": True},
 }
 SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 COMMON = {"rows": 48, "max_steps": 2, "save_strategy": "no", "bank_size": 20} | SGD

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sentence_transformers.base.sampler import DefaultBatchSampler
 
 from contaccum import BankedInfoNCE, ContAccumLoss, ContAccumTrainingArguments
 from contaccum.errors import ConfigError
@@ -50,11 +49,7 @@ AUTO = {"per_device_train_batch_size": "auto"}
             {"total_train_batch_size": 16, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
             ["total_train_batch_size=16", "gradient_accumulation_steps=3"],
         ),
-        ({"train_sampling_strategy": "sequential"}, ["train_sampling_strategy=sequential", "group_by_length"]),
-        ({"length_window": 1}, ["length_window", "2"]),
-        ({"topic_column": "topic", "batch_sampler": "group_by_label"}, ["topic_column=topic", "group_by_label"]),
-        ({"topic_column": "topic", "batch_sampler": "no_duplicates"}, ["topic_column=topic", "no_duplicates"]),
-        ({"train_sampling_strategy": "group_by_length", "batch_sampler": DefaultBatchSampler}, ["group_by_length"]),
+        ({"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy=group_by_length", "Drop it"]),
         ({"multi_dataset_batch_sampler": "randomly"}, ["multi_dataset_batch_sampler", "round_robin"]),
         ({"sampling_weights": "3"}, ["sampling_weights", "mapping"]),
         ({"sampling_weights": {"a": 0}}, ["sampling_weights", "above 0"]),
@@ -119,13 +114,6 @@ def test_pairs_per_update_are_the_same_for_every_method_and_survive_a_round_trip
 def test_accumulation_steps_follow_from_pairs_per_update(tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 4, "total_train_batch_size": 128}
     assert ContAccumTrainingArguments(output_dir=str(tmp_path), **sizes).gradient_accumulation_steps == 32
-
-
-@pytest.mark.parametrize(("steps", "window"), [(1, 16), (3, 18), (8, 8), (12, 12), (64, 64)])
-def test_windows_of_lengths_are_whole_updates(steps: int, window: int, tmp_path: Path) -> None:
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=steps)
-    assert args.lengths_sorted == window
-    assert ContAccumTrainingArguments(output_dir=str(tmp_path), length_window=5).lengths_sorted == 5
 
 
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_model: Any, tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in: Any,
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (pairs(9), "needs query, positive, negative_1 and on"),
-        (DatasetDict({"a": pairs(9, 1)}), "needs one data set whose rows can be looked up"),
-        (pairs(9, 1).rename_column("query", "anchor"), "needs query, positive, negative_1 and on"),
+        (pairs(9), "with the columns query, positive, negative_1 and on"),
+        (DatasetDict({"a": pairs(9, 1)}), "needs one data set, neither a stream nor several"),
+        (pairs(9, 1).rename_column("query", "anchor"), "with the columns query, positive, negative_1 and on"),
     ],
     ids=["no negatives", "several sets", "other names"],
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from tiny_runs import RUN, SAVES, differing, log_of, pairs, state_of
 
-from contaccum import ContAccumTrainer, ContAccumTrainingArguments
+from contaccum import ContAccumTrainer
 from contaccum.errors import ConfigError
 from contaccum.training.log import RUN_RECORD
 
@@ -108,31 +106,6 @@ def test_grad_cache_equals_one_large_batch(trainer_in: Any, tiny_model: Any, tmp
         trainer.train()
         weights.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert (weights[0] - weights[1]).abs().max() < 1e-9
-
-
-def test_last_update_is_averaged_over_the_micro_batches_it_has(
-    trainer_in: Any, tiny_model: Any, tmp_path: Path
-) -> None:
-    """10 pairs, n=2, K=4: updates of 4 and 1 micro-batches. The second is that of a window of one."""
-    steps = {}
-    for k in (4, 1):
-        gradients: list[torch.Tensor] = []
-
-        def catch(into: list[torch.Tensor], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            into.append(torch.cat([p.grad.flatten().clone() for p in parameters]))
-
-        sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": k}
-        still = {"learning_rate": 0.0, "max_grad_norm": 0.0}  # the weights stay, so that gradients compare
-        model = tiny_model().double()
-        trainer = trainer_in(tmp_path / str(k), 10, model=model, method="grad_accum", **sizes, **still)
-        trainer.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        trainer.optimizer.register_step_pre_hook(partial(catch, gradients))
-        trainer.train()
-        steps[k] = gradients
-    assert len(steps[4]) == 2 and len(steps[1]) == 5
-    assert (steps[4][0] - torch.stack(steps[1][:4]).mean(0)).abs().max() < 1e-12
-    assert (steps[4][1] - steps[1][4]).abs().max() < 1e-12
 
 
 def watch_towers(trainer: ContAccumTrainer) -> list[dict[str, float]]:
@@ -313,14 +286,3 @@ def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in: Any, tiny_model: A
     resumed = trainer_in(tmp_path / "b", model=model, loss=loss)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert differing(state_of(trainer), state_of(resumed)) == []
-
-
-def test_args_of_another_class_are_refused(tiny_model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="args must be ContAccumTrainingArguments"):
-        ContAccumTrainer(tiny_model(), args=object())  # type: ignore[arg-type]
-    assert ContAccumTrainer(tiny_model(), ContAccumTrainingArguments(output_dir=str(tmp_path)), pairs(4)).quiet is False
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_of_progress() -> None:
-    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)

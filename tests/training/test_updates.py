@@ -15,7 +15,7 @@ from tiny_runs import SAVES, differing, log_of, pairs, state_of
 from contaccum import ContAccumTrainer
 from contaccum.errors import ConfigError, UserError
 from contaccum.training import memory
-from contaccum.training.memory import largest_that_fits, longest_rows, split_rows
+from contaccum.training.memory import largest_that_fits, split_rows
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def test_a_part_of_the_gradient_that_had_begun_is_taken_back(trainer_in: Any, tm
     runs_out(trainer, "backward", {3}, fits=2)
     trainer.train()
     (line,) = log_of(tmp_path)
-    assert line["pairs"] == 12 and len(trainer.model[0].auto_model.config.to_dict()) > 0
+    assert line["pairs"] == 12
     assert trainer.loss.info_nce.bank.pairs == 24  # those of before are in the bank twice, and none is missing
 
 
@@ -159,13 +159,6 @@ def test_grad_cache_finds_what_it_encodes_at_once(trainer_in: Any, tmp_path: Pat
     trainer.train()
     assert trainer.args.grad_cache_mini_batch_size == trainer.loss.mini_batch_size == 4
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
-
-
-def test_longest_texts_are_tried() -> None:
-    data = pairs(40)
-    rows = longest_rows(data, 3)
-    for column in ("query", "positive"):
-        assert sorted(len(row[column]) for row in rows) == sorted(map(len, data[column]))[-3:]
 
 
 def test_a_host_is_never_asked_for_more_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
