@@ -161,8 +161,9 @@ class BankedInfoNCE(nn.Module):
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
         if not learns:
             return step.loss
-        # Every rank computed the loss of the whole batch, and a reduction that averages follows.
-        parts = [(g[own] * ranks).to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
+        if ranks > 1:  # each computed the loss of the whole batch, and a reduction that averages follows
+            gradients = [g[own] * ranks for g in gradients]
+        parts = [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
         return _HandOver.apply(step.loss.detach(), parts, *inputs)
 
     def _losses(self, leaves: list[Tensor], ids: tuple[Tensor | None, ...], observe: bool) -> _MicroStep:
@@ -181,7 +182,7 @@ class BankedInfoNCE(nn.Module):
         pairs = Pairs.of(queries, columns, *(ids if self.mask_duplicates else (None, None, None)))
         bank_losses, rows_in_use = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
         if self.bank is None:
-            scores = pairs.scores(self.temperature, self.positives)
+            scores = pairs.scores(queries / self.temperature, self.positives)
         else:
             scores = self.bank.scores(pairs, None if self.query_mean is None else self.query_mean.mean)
             m = len(scores.on_rows)
@@ -201,7 +202,7 @@ class BankedInfoNCE(nn.Module):
         wanted = middle if self.bank is None else [*middle, step.scores.of_columns]
         found = list(torch.autograd.grad(step.loss, wanted))
         if self.bank is not None:
-            masses = self._masses(step, found.pop() * step.share)
+            masses = self._masses(step, found.pop().sum(0) * step.share)
             if self.drift_compensation == "auto" and self.bank.aged:
                 found = [_without_mean(g) for g in found]
         return list(torch.autograd.grad(middle, step.leaves, found)), masses
@@ -240,19 +241,19 @@ class BankedInfoNCE(nn.Module):
 
     @torch.no_grad()
     def _masses(self, step: _MicroStep, weights: Tensor) -> dict[str, Tensor]:
-        """Where the local rows' softmax lies, of which ``weights`` (n, m (1 + h)) are those on the bank's columns.
+        """Where the local rows' softmax lies, of which ``weights`` (m (1 + h),) are on the bank's columns.
 
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
         assert self.bank is not None
-        n, m = len(weights), self.bank.span
-        columns, mass = self.bank.sums_by_age(weights.sum(0).view(m, -1)[:, 0], AGES)
+        n = len(step.local_losses)
+        columns, mass = self.bank.sums_by_age(weights.view(self.bank.span, -1)[:, 0], AGES)
         local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
         in_batch = local.sum() - local.diagonal().sum()
         fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
         return {
             "bank_mass": mass.sum() / n,
-            "bank_mass_aged": mass[1:].sum() / columns[1:].sum() / fresh,
+            "bank_mass_aged": mass[1:].sum() / sum(columns[1:]) / fresh,
             "bank_mass_by_age": mass / n,
             "in_batch_mass": in_batch / n,
         }

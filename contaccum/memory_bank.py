@@ -195,7 +195,7 @@ class MemoryBank(nn.Module):
         absent = self.absent[:m].flatten()
         of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, None)
         of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, moved)
-        return pairs.scores(self.temperature, self.positives)._replace(
+        return pairs.scores(queries, self.positives)._replace(
             of_columns=of_columns,
             by_block=of_columns.view(n, m // self.block, -1).logsumexp(2),
             of_rows=of_rows.view(n, width, len(rows)),
@@ -308,15 +308,14 @@ class MemoryBank(nn.Module):
         self._forget(self.pairs)
         self._update_began = self.pairs
 
-    def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Entries in use that are ``ages`` updates old, up to the next age, and the sums of their (m,) values: (a,)."""
+    def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[list[int], Tensor]:
+        """How many entries in use are ``ages`` updates old, up to the next age, and the sums of their (m,) values."""
         ends = [self.pairs if age == 0 else [self.first, *self._update_ends][-min(age, self.age + 1)] for age in ages]
-        counts, sums = values.new_zeros(len(ages)), values.new_zeros(len(ages))
-        for i, (begin, end) in enumerate(zip([*ends[1:], self.first], ends, strict=True)):
-            if begin < end:
-                counts[i] = end - begin
-                sums[i] = sum(values[slots].sum() for slots in _ring(begin, end, self.slots))
-        return counts, sums
+        begins, sums = [*ends[1:], self.first], values.new_zeros(len(ages))
+        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            for slots in _ring(begin, end, self.slots) if begin < end else ():
+                sums[i] += values[slots].sum()
+        return [end - begin for begin, end in zip(begins, ends, strict=True)], sums
 
     @torch.no_grad()
     def grow_hard_negatives(self, hard_negatives: int) -> None:

@@ -41,10 +41,10 @@ class Pairs(NamedTuple):
                 place.copy_(value)
         return cls(queries, columns, ids, any(value is not None for _, value in given))
 
-    def scores(self, temperature: float, positives: PositivesTable | None = None) -> Scores:
-        """All scores of a micro-batch where there is no bank."""
+    def scores(self, queries: Tensor, positives: PositivesTable | None = None) -> Scores:
+        """All scores of a micro-batch where there is no bank, with its queries (n, d) over the temperature."""
         n, width, d = self.columns.shape
-        own = (self.queries / temperature) @ self.columns.reshape(-1, d).T
+        own = queries @ self.columns.reshape(-1, d).T
         positive = own.view(n, n, width)[:, :, 0].diagonal()
         if self.named:
             mask = hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)

@@ -67,7 +67,7 @@ def test_pairs_count_from_the_update_that_they_came_in() -> None:
     values = torch.zeros(6)
     values[in_use(bank)] = torch.tensor([1.0, 2, 3, 4, 5, 6])  # entries 3, 3, 2, 2, 1, 1 updates old
     counts, sums = bank.sums_by_age(values, (0, 1, 3))
-    assert (counts.tolist(), sums.tolist()) == ([0, 4, 2], [0, 18, 3])
+    assert (counts, sums.tolist()) == ([0, 4, 2], [0, 18, 3])
 
 
 def test_entries_are_detached_and_copied() -> None:
