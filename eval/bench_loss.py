@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = ("1024x384", "4096x384", "8192x768", "65536x384")
+SIZES = ("1024x384", "4096x384", "8192x768")
 _FILL = 64  # pairs at once to fill a bank with
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--against", metavar="GIT_REF", help="a commit to compare with")
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="MxD", help="bank rows and embedding size")
     parser.add_argument("--local", type=int, default=8, help="pairs in a micro-batch")
-    parser.add_argument("--drift_compensation", default="auto")
+    parser.add_argument("--drift_compensation", nargs="+", default=["none", "auto"])
     parser.add_argument("--no_ids", action="store_true", help="texts without ids: nothing is masked")
     parser.add_argument("--turns", type=int, default=3, help="processes of each tree for each size")
     parser.add_argument("--repeats", type=int, default=40, help="micro-steps that a process measures")
@@ -47,7 +47,7 @@ def main() -> int:
             trees["against"] = Path(folder) / "tree"
             _git("worktree", "add", "--quiet", "--detach", str(trees["against"]), args.against)
         try:
-            records = [compare(size, trees, args) for size in args.sizes]
+            records = [compare(size, drift, trees, args) for drift in args.drift_compensation for size in args.sizes]
         finally:
             if args.against:
                 _git("worktree", "remove", "--force", str(trees["against"]))
@@ -58,20 +58,20 @@ def main() -> int:
     return 0
 
 
-def compare(size: str, trees: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
+def compare(size: str, drift: str, trees: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     """Medians over turns of a tree's figures, and of the ratio to the other tree in the same turn."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for _ in range(args.turns):
         for name, tree in trees.items():
             environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-            settings = ["--drift_compensation", args.drift_compensation, *(["--no_ids"] if args.no_ids else [])]
+            settings = ["--drift_compensation", drift, *(["--no_ids"] if args.no_ids else [])]
             settings += ["--local", str(args.local), "--repeats", str(args.repeats), "--measure", size]
             answer = subprocess.run(
                 [sys.executable, __file__, *settings], env=environment, capture_output=True, text=True, check=True
             )
             found[name].append(json.loads(answer.stdout.strip().splitlines()[-1]))
     record: dict[str, Any] = {"size": size, "local": args.local, "ids": not args.no_ids}
-    record["drift_compensation"] = args.drift_compensation
+    record["drift_compensation"] = drift
     for name, runs in found.items():
         record[name] = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
     if "against" in found:
@@ -99,11 +99,11 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         loss_fn(*inputs, query_ids=ids[0], passage_ids=ids[1]).backward()
         return 1e3 * (time.process_time() - started)
 
-    loss_fn = BankedInfoNCE(16, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation)
+    loss_fn = BankedInfoNCE(16, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0])
     for _ in range(5):
         step(args.local)  # what is loaded on first use is nobody's memory
     before = _memory_mb(reset=True)
-    loss_fn = BankedInfoNCE(m, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation)
+    loss_fn = BankedInfoNCE(m, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0])
     for _ in range(-(-m // _FILL)):
         step(_FILL)
     loss_fn.end_update()
