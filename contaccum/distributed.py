@@ -95,16 +95,6 @@ def gather_batch(
     return everyone, tuple(None if gone else x for gone, x in zip(missing, found, strict=True)), own
 
 
-def gather_rows(rows: Tensor) -> tuple[Tensor, slice]:
-    """Every rank's (k, ...) rows in rank order, (K, ...), and the slice of this rank's; k may differ and be 0."""
-    if world_size() == 1:
-        return rows, slice(0, len(rows))
-    count = torch.tensor([[len(rows)]], device=rows.device)
-    lengths = _all_gather(count, world_size() * [1])[:, 0].tolist()
-    start = sum(lengths[: rank()])
-    return _all_gather(rows, lengths), slice(start, start + len(rows))
-
-
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
     """Every rank's named tensors, in rank order, on the CPU; names, shapes and dtypes may differ.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contaccum.shards import WHOLE, Shard
+from contaccum.memory_bank import PAIRS_PER_ORIGIN
 
 DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
 MOVES_ENTRIES = ("auto", "mean")
@@ -23,9 +23,6 @@ RESIDUAL_BOUND = 0.08
 
 PROBES_KEPT = 32
 """Probes over the life of a bank; a larger bank keeps them further apart."""
-
-PAIRS_PER_FRAME = 64
-"""Pairs between two moves of the query tower's frame of reference, at least: bounds how many a bank holds."""
 
 
 class RunningMean(nn.Module):
@@ -55,9 +52,8 @@ class RunningMean(nn.Module):
         # Running squared distance of embeddings from the mean, summed over dimensions.
         self.register_buffer("variance", torch.zeros((), dtype=dtype, device=device))
 
-    @torch.no_grad()
-    def observe(self, embeddings: Tensor) -> None:
-        """Take in a micro-batch of embeddings, (n, d).
+    def after(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; :meth:`set` takes it.
 
         A micro-batch whose mean lies further off than sampling explains is a jump of the encoder, and the running
         mean goes there at once: entries stored while it still lags would be shifted too far later on. A micro-batch of
@@ -70,99 +66,20 @@ class RunningMean(nn.Module):
         distance = (fresh - self.mean).square().sum()
         # What |fresh - mean|^2 is on average when nothing moved: the variances of the two means.
         noise = self.variance * (1 / n + 1 / (2 * self.horizon))
-        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0)
-        jump = torch.where(seen, jump, torch.zeros_like(distance)) if n > 1 else torch.zeros_like(distance)
+        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0) * (seen & (n > 1))
         step = -math.expm1(-n / self.horizon)
-        self.weight += step * (1 - self.weight)
-        gain = step / self.weight
+        weight = self.weight + step * (1 - self.weight)
+        gain = step / weight
         within = (embeddings - fresh).square().sum() / max(n - 1, 1)
         spread = torch.where(seen & (jump == 0), (embeddings - self.mean).square().sum(1).mean(), within)
-        self.variance += gain * (spread - self.variance)
-        self.mean += torch.maximum(gain, jump) * (fresh - self.mean)
-
-    def snapshot(self) -> list[Tensor]:
-        """Copies of the state, for :meth:`restore`."""
-        return [buffer.clone() for buffer in self.buffers()]
+        variance = self.variance + gain * (spread - self.variance)
+        return self.mean + torch.maximum(gain, jump) * (fresh - self.mean), weight, variance
 
     @torch.no_grad()
-    def restore(self, state: list[Tensor], unless: Tensor) -> None:
-        """Go back to a :meth:`snapshot`, unless the bool scalar ``unless`` is True."""
-        for buffer, value in zip(self.buffers(), state, strict=True):
-            buffer.copy_(torch.where(unless, buffer, value))
-
-
-class QueryFrames(nn.Module):
-    """How far the query tower has moved, as a whole, since each banked query was encoded.
-
-    Scores between stored entries are kept up to date because they never change, so a banked query keeps the softmax
-    weights that it was stored with. What moves along is its push on the local passages: without that, passages run
-    after the queries' past. A frame of reference is kept for each probe that falls into the bank's life, not for each
-    row.
-
-    Args:
-        rows: of the query bank.
-        dim: the embedding size d.
-    """
-
-    origins: Tensor
-    of_row: Tensor
-    moves: Tensor
-    moved_at: Tensor
-
-    def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
-        super().__init__()
-        frames = rows // PAIRS_PER_FRAME + 2
-        self.register_buffer("origins", torch.zeros(frames, dim, dtype=dtype, device=device))
-        self.register_buffer("of_row", torch.zeros(rows, dtype=torch.int64, device=device))
-        # Counts, with Python twins that spare a device read: moves so far, and pairs seen at the last one.
-        self.register_buffer("moves", torch.zeros((), dtype=torch.int64, device=device))
-        self.register_buffer("moved_at", torch.zeros((), dtype=torch.int64, device=device))
-        self._moves, self._moved_at = 0, 0
-
-    @torch.no_grad()
-    def move(self, shift: Tensor, pairs: int) -> None:
-        """The tower has moved by ``shift`` (d,), after ``pairs`` pairs were seen.
-
-        Frames are ``PAIRS_PER_FRAME`` pairs apart at least, so that those in use never outgrow their table; a move that
-        comes sooner is added to the present frame, whose few entries are then taken to have moved already.
-        """
-        now = self.origins[self._moves % len(self.origins)] + shift.to(self.origins)
-        if pairs - self._moved_at >= PAIRS_PER_FRAME:
-            self._moves += 1
-            self._moved_at = pairs
-            self.moves.fill_(self._moves)
-            self.moved_at.fill_(pairs)
-        self.origins[self._moves % len(self.origins)] = now
-
-    def follow(self, mean: Tensor, pairs: int) -> None:
-        """Go to where the tower's running mean (d,) is, if the last move is long enough ago.
-
-        The first call, of a mean that has seen little, sets the first frame: nothing has moved by then.
-        """
-        if self._moves == 0 and self._moved_at == 0:
-            if pairs >= PAIRS_PER_FRAME:
-                self.origins.copy_(mean.expand_as(self.origins))
-                self._moved_at = pairs
-                self.moved_at.fill_(pairs)
-        elif pairs - self._moved_at >= PAIRS_PER_FRAME:
-            self.move(mean - self.origins[self._moves % len(self.origins)], pairs)
-
-    @torch.no_grad()
-    def enter(self, rows: Tensor) -> None:
-        """Rows of the query bank that were written just now."""
-        self.of_row.index_fill_(0, rows, self._moves % len(self.origins))
-
-    def push(self, weights: Tensor, shard: Shard = WHOLE) -> Tensor:
-        """What moving the rows along adds to ``weights.T @ rows``: weights (r, c) of a shard's first r, to (c, d)."""
-        by_frame = weights.new_zeros(len(self.origins), weights.shape[1])
-        by_frame.index_add_(0, shard.of(self.of_row)[: len(weights)], weights)
-        origins = self.origins.to(weights.dtype)
-        moved = origins[self._moves % len(self.origins)] - origins
-        return by_frame.T @ moved
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._moves, self._moved_at = int(self.moves), int(self.moved_at)
+    def set(self, state: tuple[Tensor, ...], where: Tensor) -> None:
+        """Go to a state if the bool scalar ``where`` is True."""
+        for buffer, value in zip((self.mean, self.weight, self.variance), state, strict=True):
+            buffer.copy_(torch.where(where, value, buffer))
 
 
 class DriftProbe(nn.Module):
@@ -186,7 +103,7 @@ class DriftProbe(nn.Module):
         self, texts: int, dim: int, dtype: torch.dtype, device: torch.device | None = None, life: int = 1024
     ) -> None:
         super().__init__()
-        self.spacing = max(PAIRS_PER_FRAME, life // PROBES_KEPT + 1)
+        self.spacing = max(PAIRS_PER_ORIGIN, life // PROBES_KEPT + 1)
         self.register_buffer("embeddings", torch.zeros(PROBES_KEPT + 2, 2, texts, dim, dtype=dtype, device=device))
         self.register_buffer("update", torch.zeros(PROBES_KEPT + 2, dtype=torch.int64, device=device))
         # Pairs of training seen at each probe kept, oldest first, then -1: on the host, but for the state.
@@ -217,7 +134,7 @@ class DriftProbe(nn.Module):
 
         Root mean square over the texts, in units of the root mean squared distance of the texts from their mean.
         """
-        then, now = self.embeddings[: len(self._pairs) - 1].double(), self.embeddings[len(self._pairs) - 1].double()
+        then, now = self.embeddings[: len(self._pairs) - 1], self.embeddings[len(self._pairs) - 1]
         moved = now - then
         left = (moved - moved.mean(2, keepdim=True)).square().sum(-1).mean(-1)
         return (left / _variance(now)).sqrt()
@@ -256,7 +173,7 @@ class DriftProbe(nn.Module):
         record: dict[str, float] = {"drift_age": updates[last] - updates[then]}
         residuals = self.residuals()
         for tower, name in enumerate(("query", "passage")):
-            new, old = self.embeddings[last, tower].double(), self.embeddings[then, tower].double()
+            new, old = self.embeddings[last, tower], self.embeddings[then, tower]
             shift = (new - old).mean(0).norm() / _variance(new).sqrt()
             record[f"drift_cosine_{name}"] = nn.functional.cosine_similarity(new, old).mean().item()
             record[f"drift_shift_{name}"] = shift.item()

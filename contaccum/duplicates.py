@@ -1,7 +1,7 @@
 """Which columns a row must not treat as negatives: its own positive again, or another positive of its query.
 
-Works on ids alone and knows no embeddings. Cost is linear in rows x columns of the block asked for (times the
-logarithm of the number of known pairs), never pairs x pairs, so that a large bank stays affordable.
+The ids of a row and of a column alone decide, and a table of pairs known beforehand: what is hidden stays hidden,
+whatever comes and goes beside it. It works on ids and knows neither embeddings nor the bank.
 """
 
 from __future__ import annotations
@@ -9,130 +9,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contaccum.memory_bank import NO_ID
-
-# Elements of a mask worked out at once: temporaries of a megabyte each, where blocks cost nothing. An accelerator
-# is told each operation one by one, and would rather have few.
-_BLOCK, _ACCELERATOR_BLOCK = 1 << 17, 1 << 21
+NO_ID = torch.iinfo(torch.int64).min
+"""The id of an entry that came without one. It never equals anything, itself included."""
 
 
 class PositivesTable:
-    """(query id, passage id) pairs known beforehand, such as all positives of a data set: r of them, in 16 bytes each.
-
-    A pair is found by a 64-bit hash: among ten million, a pair that is not one of them is taken for one with a
-    probability of 5e-13.
+    """(query id, passage id) pairs known beforehand, such as all positives of a data set: r of them, in 64 bytes each.
 
     Args:
         query_ids, passage_ids: int64 (r,) each, ``NO_ID`` where an id is missing.
+
+    Raises:
+        ValueError: for shapes that differ.
     """
 
     def __init__(self, query_ids: Tensor, passage_ids: Tensor) -> None:
         if query_ids.shape != passage_ids.shape or query_ids.ndim != 1:
-            raise ValueError(
-                f"query_ids and passage_ids must be (r,) both, got {tuple(query_ids.shape)} and "
-                f"{tuple(passage_ids.shape)}"
-            )
+            shapes = f"{tuple(query_ids.shape)} and {tuple(passage_ids.shape)}"
+            raise ValueError(f"query_ids and passage_ids must be (r,) both, got {shapes}")
         known = (query_ids != NO_ID) & (passage_ids != NO_ID)
-        self._queries = query_ids[known].long().unique()
-        self._keys = self._key(query_ids[known].long(), passage_ids[known].long()).unique()
-
-    @staticmethod
-    def _key(query_ids: Tensor, passage_ids: Tensor) -> Tensor:
-        return mix64(mix64(query_ids) + passage_ids)
-
-    @staticmethod
-    def _among(ids: Tensor, ordered: Tensor) -> Tensor:
-        place = torch.searchsorted(ordered, ids.contiguous()).clamp_(max=max(ordered.numel() - 1, 0))
-        return ordered[place] == ids if ordered.numel() else torch.zeros_like(ids, dtype=torch.bool)
+        query_ids, passage_ids = query_ids[known].long(), passage_ids[known].long()
+        self.of_queries, self.of_passages = _Lists(query_ids, passage_ids), _Lists(passage_ids, query_ids)
 
     def to(self, device: torch.device) -> PositivesTable:
         """The table, now on ``device``."""
-        self._queries, self._keys = self._queries.to(device), self._keys.to(device)
+        for lists in (self.of_queries, self.of_passages):
+            lists.tensors = [x.to(device) for x in lists.tensors]
         return self
 
-    def mark(self, mask: Tensor, query_ids: Tensor, passage_ids: Tensor) -> None:
-        """Set ``mask`` (r, c) where a column's passage (c,) is a known positive of a row's query (r, 1)."""
-        if mask.device.type == "cpu":  # few queries have several positives; an accelerator would stop to count them
-            rows = self._among(query_ids[:, 0], self._queries).nonzero()[:, 0]
-            if rows.numel():
-                mask[rows] |= self._among(self._key(query_ids[rows], passage_ids), self._keys)
-        else:
-            mask |= self._among(self._key(query_ids, passage_ids), self._keys)
+
+class _Lists:
+    """For each of many keys the list of its values, in order: int64 (r,) both."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        order = values.argsort()
+        order = order[keys[order].argsort(stable=True)]
+        keys, lengths = keys[order].unique_consecutive(return_counts=True)
+        self.longest = int(lengths.max()) if len(lengths) else 0
+        self.tensors = [keys, lengths.cumsum(0) - lengths, lengths, values[order]]
+
+    def hold(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Bool (k, c): whether the lists of a few ``keys`` (k,) hold ``values`` (c,)."""
+        if not self.longest:
+            return torch.zeros(len(keys), len(values), dtype=torch.bool, device=keys.device)
+        known, starts, lengths, listed = self.tensors
+        place = torch.searchsorted(known, keys.contiguous()).clamp_(max=len(known) - 1)
+        length = torch.where(known[place] == keys, lengths[place], 0)[:, None]
+        step = torch.arange(self.longest, device=keys.device)
+        lists = listed[(starts[place][:, None] + step).clamp_(max=len(listed) - 1)]
+        lists = torch.where(step < length, lists, torch.iinfo(torch.int64).max)  # in order, for the search
+        place = torch.searchsorted(lists, values.expand(len(keys), -1).contiguous())
+        return (place < length) & (lists.gather(1, place.clamp(max=self.longest - 1)) == values)
 
 
-class KnownPositives:
-    """The (query id, passage id) pairs known from the micro-batch and the bank together, and from a table.
+def hidden(row_ids: Tensor, column_ids: Tensor, positives: PositivesTable | None, local_rows: bool) -> Tensor:
+    """Where a column is no negative of a row, own positives included: bool (r, c), or (c, r) unless rows are local.
 
     Args:
-        query_ids, passage_ids: int64 (r,) each, ``NO_ID`` where an id is missing.
-        table: of pairs known beforehand.
+        row_ids: int64 (2, r): of each row's query, and of the passage that came with it.
+        column_ids: int64 (2, c): of the query that each passage came with (``NO_ID`` at hard negatives), and its own.
+        positives: pairs known beforehand.
+        local_rows: whether rows are the few of the micro-batch; otherwise columns are.
     """
-
-    def __init__(self, query_ids: Tensor, passage_ids: Tensor, table: PositivesTable | None = None) -> None:
-        self._table = table
-        # Ids may be any int64 (content hashes), so a pair cannot be packed into one integer as it is. Ranks can.
-        self._queries = query_ids.sort().values
-        self._passages = passage_ids.sort().values
-        self._base = passage_ids.numel() + 1
-        keys = self._rank(self._queries, query_ids) * self._base + self._rank(self._passages, passage_ids)
-        known = (query_ids != NO_ID) & (passage_ids != NO_ID)
-        self._keys = torch.where(known, keys, -1).sort().values
-
-    @staticmethod
-    def _rank(ordered: Tensor, ids: Tensor) -> Tensor:
-        return torch.searchsorted(ordered, ids.contiguous())
-
-    def mask(
-        self, row_query_ids: Tensor, row_passage_ids: Tensor, column_query_ids: Tensor, column_passage_ids: Tensor
-    ) -> Tensor:
-        """Bool (rows, columns): True where the column's passage is a known positive of the row's query.
-
-        Args:
-            row_query_ids, row_passage_ids: (rows,), the row's query and its own positive.
-            column_query_ids: (columns,), the query a positive column came with; ``NO_ID`` for hard negatives.
-            column_passage_ids: (columns,).
-
-        The row's own positive column is True as well: the caller, who knows where it lies, takes it out.
-        """
-        rows, columns = row_query_ids.numel(), column_passage_ids.numel()
-        result = torch.zeros(rows, columns, dtype=torch.bool, device=row_query_ids.device)
-        row_ranks = self._rank(self._queries, row_query_ids) * self._base
-        row_ranks.masked_fill_(row_query_ids == NO_ID, -2 * self._base)  # below every key
-        column_ranks = self._rank(self._passages, column_passage_ids)
-        exists = self._passages[column_ranks.clamp(max=self._passages.numel() - 1)] == column_passage_ids
-        exists &= column_passage_ids != NO_ID
-        row_ids = (row_query_ids, row_passage_ids, row_ranks)
-        column_ids = (column_query_ids, column_passage_ids, column_ranks, exists)
-        # In blocks: keys are eight bytes an element and their copies as much again, the mask itself is one.
-        size = _BLOCK if result.device.type == "cpu" else _ACCELERATOR_BLOCK
-        height = max(1, size // max(columns, 1))
-        width = max(1, size // min(max(rows, 1), height))
-        for top in range(0, rows, height):
-            for left in range(0, columns, width):
-                block = (slice(top, top + height), slice(left, left + width))
-                self._fill(result[block], *(x[block[0], None] for x in row_ids), *(x[block[1]] for x in column_ids))
-        return result
-
-    def _fill(
-        self,
-        result: Tensor,
-        queries: Tensor,
-        passages: Tensor,
-        ranks: Tensor,
-        column_queries: Tensor,
-        column_passages: Tensor,
-        column_ranks: Tensor,
-        exists: Tensor,
-    ) -> None:
-        """One block of the mask: (r, 1) of its rows, (c,) of its columns."""
-        place = torch.searchsorted(self._keys, ranks + column_ranks)
-        known = self._keys[place.clamp_(max=self._keys.numel() - 1)] == ranks + column_ranks
-        known &= exists
-        known |= (passages == column_passages) & (column_passages != NO_ID)
-        known |= (queries == column_queries) & (column_queries != NO_ID)
-        if self._table is not None:
-            self._table.mark(known, queries, column_passages)
-        result.copy_(known)
+    known = None
+    if positives is not None and local_rows:
+        known = positives.of_queries.hold(row_ids[0], column_ids[1])
+    elif positives is not None:
+        known = positives.of_passages.hold(column_ids[1], row_ids[0])
+    rows, columns = row_ids[:, None], column_ids[:, :, None]
+    if local_rows:
+        rows, columns = row_ids[:, :, None], column_ids[:, None]
+    same = (rows == columns).logical_and_(rows != NO_ID)
+    return same[0] | same[1] if known is None else same[0] | same[1] | known
 
 
 def mix64(x: Tensor) -> Tensor:

@@ -2,30 +2,37 @@
 
 It works on embeddings alone, so that any training loop can use it, and it owns the bank. It does not encode text
 and does not step an optimizer. Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m rows
-in the bank, d the embedding size, c columns.
+in the bank, d the embedding size.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import normalize
 
-from contaccum import bank_block
-from contaccum.bank_block import BankBlock
-from contaccum.banked_module import BankedModule
-from contaccum.distributed import gather_batch, world_size
-from contaccum.duplicates import KnownPositives
-from contaccum.errors import NotFiniteError
-from contaccum.loss_parts import Entry, LossWithGradients, softmax, without_mean
-from contaccum.memory_bank import NO_ID, check_embeddings
-from contaccum.settings import check_settings, check_sharding
-from contaccum.shards import WHOLE
+from contaccum.distributed import agree, gather_batch, world_size
+from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, RunningMean
+from contaccum.duplicates import NO_ID, PositivesTable
+from contaccum.errors import ConfigError, check_choice
+from contaccum.memory_bank import (
+    PAIRS_PER_ORIGIN,
+    MemoryBank,
+    Pairs,
+    Scores,
+    check_bank_sizes,
+    check_embeddings,
+)
+
+AGES = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Where the ranges of age begin by which the bank's share of the softmax is given, in updates."""
 
 
-class BankedInfoNCE(BankedModule):
+class BankedInfoNCE(nn.Module):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
 
     Rows are the local queries Q and the banked ones M_q; columns are the local passages P and hard negatives H and
@@ -39,9 +46,9 @@ class BankedInfoNCE(BankedModule):
     for queries and passages.
 
     Args:
-        bank_size: rows m of the passage bank; 0 is plain InfoNCE.
-        query_bank_size: rows of the query bank, at most ``bank_size``; None: the same; 0: the passage bank alone
-            (``pre_batch``, the paper's "w/o M_q"), whose passage gradients miss the repulsion of the bank's queries.
+        bank_size: rows m of the bank, at most; see :class:`MemoryBank`. 0 is plain InfoNCE.
+        query_bank_size: None or ``bank_size``; 0: the passage bank alone (``pre_batch``, the paper's "w/o M_q"), whose
+            passage gradients miss the repulsion of the bank's queries.
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
         normalize_by: ``"local"``: the sum of all row losses over n. ``"all"``: over n plus the bank rows, the
@@ -52,7 +59,7 @@ class BankedInfoNCE(BankedModule):
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower: passages in the scores,
             queries in the push that they give to passages. How far the means moved comes from running means, or from
             :meth:`observe_probe` once that is called. ``"auto"`` also retires entries that have drifted too far in
-            spite of it, as the probe tells; and while entries from before the last :meth:`end_update` are in use, it
+            spite of it, by the same probe; and while entries from before the last :meth:`end_update` are in use, it
             takes the mean out of the micro-batch's gradients, for each tower (without either call it is ``"mean"``).
             ``"fresh"`` uses no entry that is older than the last :meth:`end_update`. ``"none"`` uses entries as they
             were, as the paper does.
@@ -61,22 +68,18 @@ class BankedInfoNCE(BankedModule):
             0, then those of rank 1, and so on. Ranks may bring different numbers of pairs, even none. Every rank then
             holds the same bank and returns the same loss. Gradients are scaled for a reduction that averages over
             ranks, as those of DistributedDataParallel and FSDP do: times the number of ranks.
-        shard_bank: with ``gather_across_devices``, keep on each of R ranks every R-th row of the bank instead of all:
-            its embeddings take 1/R of the memory and of the work, and a micro-step some more communication.
-        bank_device: where the bank lives and its scores are computed; None: with the embeddings. "cpu" holds banks that
-            an accelerator has no room for: only the micro-batch and its gradients travel, and the host waits for them.
 
-    On an accelerator no value is read on the host. A micro-batch that is not finite is not refused there but marked,
-    and its rows are left out; ``last["enqueued"]`` is then 0, a tensor.
+    No value is read on the host: a micro-batch that is not finite is not refused. Its loss is returned as it is, its
+    rows are marked and never used, and ``last["enqueued"]`` is 0.
 
     Attributes:
         bank: the :class:`MemoryBank`, None before the first call, which sets the embedding size.
         last: diagnostics of the last call, detached tensors and ints: ``loss`` (what was returned), ``local_loss``
-            and ``bank_loss`` (mean over local and over bank rows), ``local_accuracy`` (share of local rows whose
-            positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
+            and ``bank_loss`` (mean over local rows and over bank rows in use), ``local_accuracy`` (share of local rows
+            whose positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
             used), ``bank_fill`` (passage rows in use after it), ``enqueued`` (pairs the call put into the bank),
             ``embedding_spread`` (squared distance of the local passages from their mean, over their squared length);
-            with gradients also what :meth:`drift_record` tells of the softmax.
+            with gradients also the shares of the softmax that :meth:`drift_record` describes.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -106,25 +109,20 @@ class BankedInfoNCE(BankedModule):
         drift_compensation: Literal["auto", "mean", "fresh", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         gather_across_devices: bool = False,
-        bank_device: torch.device | str | None = None,
-        shard_bank: bool = False,
     ) -> None:
+        super().__init__()
         check_settings(bank_size, query_bank_size, temperature, similarity, normalize_by, drift_compensation)
-        check_sharding(shard_bank, gather_across_devices, bank_device)
-        super().__init__(
-            bank_size,
-            query_bank_size,
-            similarity,
-            bank_hard_negatives,
-            drift_compensation,
-            bank_dtype,
-            gather_across_devices,
-            bank_device,
-            shard_bank,
-        )
-        self.temperature = temperature
-        self.normalize_by = normalize_by
-        self.mask_duplicates = mask_duplicates
+        self.bank_size, self.query_bank_size = bank_size, query_bank_size
+        self.temperature, self.similarity, self.normalize_by = temperature, similarity, normalize_by
+        self.mask_duplicates, self.bank_hard_negatives = mask_duplicates, bank_hard_negatives
+        self.drift_compensation, self.bank_dtype = drift_compensation, bank_dtype
+        self.gather_across_devices = gather_across_devices
+        self.bank: MemoryBank | None = None
+        self.passage_mean: RunningMean | None = None
+        self.query_mean: RunningMean | None = None
+        self.probe: DriftProbe | None = None
+        self.positives: PositivesTable | None = None
+        self.last: dict[str, Any] = {}
 
     def forward(
         self,
@@ -147,264 +145,244 @@ class BankedInfoNCE(BankedModule):
 
         Raises:
             ValueError: for shapes that do not agree, an embedding size other than the bank's.
-            NotFiniteError (a ValueError): for NaN embeddings (then on every rank that shares the bank).
         """
-        ranks = world_size() if self.gather_across_devices else 1
+        ranks = world_size() if self._shared else 1
         check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids, may_be_empty=ranks > 1)
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
-        learning = torch.is_grad_enabled()
-        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-            dtype = torch.promote_types(queries.dtype, torch.float32)
-            local = [x.detach() for x in inputs]
-            ids: tuple[Tensor | None, ...] = (query_ids, passage_ids, negative_ids)
-            own = slice(0, queries.shape[0])
-            if ranks > 1:  # before any copy: in the dtype of the embeddings, by the backend of their device
-                local, ids, own = gather_batch(local, ids, NO_ID)
-            local = [x.to(self.bank_device, dtype) for x in local]
-            ids = tuple(None if x is None else x.to(local[0].device) for x in ids)
-            # After the gathering: a rank that stopped alone would leave the others waiting.
-            if self._may_look(queries) and any(bool(torch.isnan(x).any()) for x in local):
-                raise NotFiniteError(
-                    "the embeddings of this micro-batch hold NaN: look for a learning rate too high, fp16 overflow "
-                    "(bf16 has none), or empty texts under mean pooling. The bank is untouched."
-                )
-            needs_gradient = learning and any(x.requires_grad for x in inputs)
-            loss, gradients = self._micro_step(local, ids, needs_gradient, enqueue=self.training and learning)
-            loss = loss.to(queries.device)
-            if not needs_gradient:
-                return loss
-            # Every rank computed the loss of the whole batch, and a reduction that averages follows.
-            parts = [(g[own] * ranks).to(x.device, x.dtype) for g, x in zip(gradients, inputs, strict=True)]
-        return LossWithGradients.apply(loss, parts, *inputs)
+        ids: tuple[Tensor | None, ...] = (query_ids, passage_ids, negative_ids)
+        enqueues = self.training and torch.is_grad_enabled()
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        local, own = [x.detach() for x in inputs], slice(0, len(queries))
+        if ranks > 1:
+            local, ids, own = gather_batch(local, ids, NO_ID)
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        with torch.autocast(queries.device.type, enabled=False):
+            step = self._losses([x.to(dtype).requires_grad_(learns) for x in local], ids, enqueues)
+            gradients, masses = self._gradients(step) if learns else ([], {})
+            self.last = {**self._diagnostics(step), **masses, "enqueued": self._enqueue(step) if enqueues else 0}
+            self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
+        if not learns:
+            return step.loss
+        # Every rank computed the loss of the whole batch, and a reduction that averages follows.
+        parts = [(g[own] * ranks).to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
+        return _HandOver.apply(step.loss.detach(), parts, *inputs)
 
-    def _micro_step(
-        self, local: list[Tensor], ids: tuple[Tensor | None, ...], needs_gradient: bool, enqueue: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Loss and gradients of a micro-batch of detached embeddings; then, if asked, its entry into the bank."""
-        norms: list[Tensor] = []
-        if self.similarity == "cos":
-            norms = [x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in local]
-            local = [x / norm for x, norm in zip(local, norms, strict=True)]
-        queries, passages = local[0], local[1]
-        negatives = local[2] if len(local) > 2 else None
-        n, d = queries.shape
-        self._prepare_bank(d, negatives, queries)
-        means = [mean for mean in (self.passage_mean, self.query_mean) if mean is not None]
-        before = [mean.snapshot() for mean in means]
-        if enqueue and self.probe is None:
-            for mean, embeddings in zip(means, (passages, queries), strict=False):
-                mean.observe(embeddings)
-        shift = None if self.passage_mean is None else self.passage_mean.mean.to(queries.dtype)
-
-        columns = passages if negatives is None else torch.cat([passages, negatives.reshape(-1, d)])
-        query_ids, passage_ids, negative_ids = (
-            torch.full(shape, NO_ID, dtype=torch.int64, device=queries.device) if x is None else x.long()
-            for x, shape in zip(ids, ((n,), (n,), (columns.shape[0] - n,)), strict=True)
+    def _losses(self, leaves: list[Tensor], ids: tuple[Tensor | None, ...], observe: bool) -> _MicroStep:
+        """Scores and row losses of queries (n, d), passages (n, d) and, if any, negatives (n, h, d)."""
+        units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
+        queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
+        self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns)
+        means: list[tuple[Tensor, ...]] = []
+        if self.passage_mean is not None and self.query_mean is not None:
+            if observe and self.probe is None:
+                means = [self.passage_mean.after(units[1].detach()), self.query_mean.after(queries.detach())]
+            # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
+            # its tower then, so a new one is what it is beside that of now.
+            columns = columns - (means[0][0] if means else self.passage_mean.mean)
+        pairs = Pairs.of(queries, columns, *(ids if self.mask_duplicates else (None, None, None)))
+        bank_losses, rows_in_use = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
+        if self.bank is None:
+            scores = pairs.scores(self.temperature, self.positives)
+        else:
+            scores = self.bank.scores(pairs, None if self.query_mean is None else self.query_mean.mean)
+            m = len(scores.on_rows)
+            log_sums, in_use = torch.logaddexp(self.bank.log_sum[:m], scores.on_rows), self.bank.absent[:m, 0] == 0
+            bank_losses, rows_in_use = (log_sums - self.bank.positive[:m]) * in_use, in_use.sum()
+        log_sum = torch.cat([scores.own.flatten(1), scores.by_block], dim=1).logsumexp(1)
+        local_losses = log_sum - scores.positive
+        share = len(queries) + (rows_in_use if self.normalize_by == "all" else 0)
+        loss = (local_losses.sum() + bank_losses.sum()) / share
+        return _MicroStep(
+            leaves, units[1], pairs, scores, log_sum, local_losses, bank_losses, rows_in_use, share, loss, means
         )
-        column_ids = torch.cat([passage_ids, negative_ids.reshape(-1)])
-        column_query_ids = torch.cat([query_ids, torch.full_like(negative_ids.reshape(-1), NO_ID)])
-        self._ids_seen = self._ids_seen or any(x is not None for x in ids)
-        bank = self._bank_block(queries.dtype)
-        used = (0, 0) if bank is None else bank.in_use
-        known = self._known_positives(query_ids, passage_ids)
 
-        # Local rows: n x c and n x m scores.
-        own = torch.arange(n, device=queries.device)
-        scores = queries @ columns.T / self.temperature
-        if known is not None:
-            mask = known.mask(query_ids, passage_ids, column_query_ids, column_ids)
-            mask[own, own] = False
-            scores.masked_fill_(mask, -torch.inf)
-        # Log-sums and softmax weights in float64: scores may be tens of thousands (a dot product at a low temperature),
-        # where float32 has two digits after the point, and there are only n (n + m) of them.
-        positive = scores[own, own].double()
-        log_sum, top = scores.double().logsumexp(1), scores.amax(1)
-        shard = WHOLE if bank is None else bank.shard
-        blocks = [] if bank is None else bank.columns
-        bank_scores = [] if bank is None else bank.local_scores(queries, known, query_ids, passage_ids)
-        shifted = None if shift is None else (queries @ shift / self.temperature)[:, None]
-        banked = torch.full_like(log_sum, -torch.inf)
-        for block_scores in bank_scores:
-            if shifted is not None:
-                block_scores += shifted
-            banked = torch.logaddexp(banked, block_scores.double().logsumexp(1))
-            top = torch.maximum(top, block_scores.amax(1)) if block_scores.shape[1] else top
-        log_sum, top = torch.logaddexp(log_sum, shard.log_sum(banked)), shard.max(top)
-        local_losses = (log_sum - positive).to(scores.dtype)
+    def _gradients(self, step: _MicroStep) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Gradients of the loss, and where the local rows' softmax lies."""
+        middle, masses = [step.pairs.queries, step.pairs.columns], {}
+        if self.bank is None:
+            found = torch.autograd.grad(step.loss, middle)
+        else:
+            *found, weights = torch.autograd.grad(step.loss, [*middle, step.scores.of_columns])
+            masses = self._masses(step, weights * step.share)
+            if self.drift_compensation == "auto" and self.bank.aged:
+                found = [_without_mean(g) for g in found]
+        return torch.autograd.grad(middle, step.leaves, found), masses
 
-        # Bank rows: m x c scores; their m x m part has no gradient and comes in as one number per row.
-        bank_losses = scores.new_zeros(0)
-        row_scores = row_log_sum = None
-        entry = self._entry(local, shift) if enqueue and self.bank is not None else None
-        if bank is not None and bank.any_rows:
-            wanted = [columns] if shift is None else [columns, shift[None]]
-            leaving, entering = ([], []) if entry is None else (bank.columns_in(entry.evicted), entry.columns)
-            row_scores, *others = bank.row_scores(*wanted, *leaving, *entering)
-            if known is not None:
-                mask = known.mask(*bank.row_facts[:2], column_query_ids, column_ids)
-                row_scores.masked_fill_(mask, -torch.inf)
-            log_sums, positives = bank.log_sums(known, query_ids), bank.positive_scores()
-            if shift is not None:
-                shifts = others.pop(0)[:, 0].double()
-                log_sums, positives = log_sums + shifts, positives + shifts
-            if entry is not None:
-                entry = entry._replace(removed=others[: len(leaving)], added=others[len(leaving) :])
-            row_log_sum = torch.logaddexp(log_sums, row_scores.double().logsumexp(1))
-            bank_losses = (row_log_sum - positives).to(scores.dtype)
-            if bank.usable_rows is not None:
-                bank_losses = torch.where(bank.usable_rows, bank_losses, torch.zeros_like(bank_losses))
+    @torch.no_grad()
+    def _enqueue(self, step: _MicroStep) -> Tensor | int:
+        """Let the micro-batch into the bank; returns how many pairs of it the bank took."""
+        if self.bank is None:
+            return 0
+        finite = (step.loss + self.bank.greatest(step.pairs)).isfinite()
+        for mean, state in zip((self.passage_mean, self.query_mean), step.means, strict=False):
+            mean.set(state, finite)
+        origin = None if self.query_mean is None else self.query_mean.mean
+        self.bank.append(step.pairs, step.scores, finite, origin)
+        if origin is not None and self.probe is None and self.bank.pairs <= PAIRS_PER_ORIGIN:
+            self.bank.origins.copy_(origin.expand_as(self.bank.origins))  # of few pairs a mean moves by chance
+        return finite * len(step.pairs.queries)
 
-        rows: Tensor | int = n
-        if self.normalize_by == "all":
-            usable = torch.ones_like(bank_losses) if bank is None or bank.usable_rows is None else bank.usable_rows
-            rows = n + shard.sum(usable.sum())
-        bank_loss = shard.sum(bank_losses.sum())
-        loss = (local_losses.sum() + bank_loss) / rows
-        gradients: list[Tensor] = []
-        passage_mass = None
-        if needs_gradient:
-            query_gradient, column_gradient = torch.zeros_like(queries), torch.zeros_like(columns)
-            for block, block_scores in zip(blocks, bank_scores, strict=True):
-                weights = softmax(block_scores, log_sum)
-                if block is blocks[0]:
-                    passage_mass = weights.sum(0)
-                query_gradient += block.entries.weighted_sum(weights)
-                if shift is not None:
-                    query_gradient += weights.sum(1, keepdim=True) * shift
-            if bank is not None and row_scores is not None and row_log_sum is not None:
-                weights = softmax(row_scores, row_log_sum)
-                if bank.usable_rows is not None:
-                    weights = torch.where(bank.usable_rows[:, None], weights, torch.zeros_like(weights))
-                column_gradient += bank.rows.weighted_sum(weights.T)
-                if self.query_frames is not None:
-                    column_gradient += self.query_frames.push(weights, shard)
-            if not shard.whole:
-                query_gradient, column_gradient = shard.sum(torch.cat([query_gradient, column_gradient])).split(
-                    [n, len(columns)]
-                )
-            weights = softmax(scores, log_sum)
-            weights[own, own] -= 1
-            query_gradient = query_gradient + weights @ columns
-            column_gradient = column_gradient + weights.T @ queries
-            if self.drift_compensation == "auto" and self.bank is not None and self.bank.aged:
-                query_gradient, column_gradient = without_mean(query_gradient), without_mean(column_gradient)
-            gradients = [query_gradient, column_gradient[:n]]
-            if negatives is not None:
-                gradients.append(column_gradient[n:].reshape(negatives.shape))
-            gradients = [g / (rows * self.temperature) for g in gradients]
-            if self.similarity == "cos":
-                gradients = [
-                    (g - (g * u).sum(-1, keepdim=True) * u) / norm
-                    for g, u, norm in zip(gradients, local, norms, strict=True)
-                ]
-
-        masses = {} if passage_mass is None else self._masses(passage_mass, scores, log_sum, n)
-        enqueued: Tensor | int = 0
-        if entry is not None:
-            assert self.bank is not None
-            finite = torch.isfinite(loss)
-            if not self._may_look(loss):
-                for x in local:
-                    finite = finite & torch.isfinite(x).all()
-                self._enqueue(bank, entry, ids, finite)
-                enqueued = finite * n
-            elif bool(finite):
-                self._enqueue(bank, entry, ids)
-                enqueued = n
-            for mean, state in zip(means, before, strict=True):
-                mean.restore(state, unless=finite)
-            if self.query_frames is not None and self.query_mean is not None and self.probe is None:
-                self.query_frames.follow(self.query_mean.mean, self.bank.pairs)
-        self.last = {
-            "loss": loss,
-            "local_loss": local_losses.mean(),
-            "bank_loss": bank_loss / max(0 if bank is None else bank.bank.query_fill, 1),
-            "local_accuracy": (positive >= top.double()).to(loss.dtype).mean(),
-            "columns": columns.shape[0] + used[0],
-            "bank_rows": used[1],
-            "bank_fill": 0 if self.bank is None else self.bank.in_use,
-            "enqueued": enqueued,
-            "embedding_spread": (passages - passages.mean(0)).square().sum() / passages.square().sum()
-            if n > 1
-            else passages.new_tensor(math.nan),
-            **masses,
+    @torch.no_grad()
+    def _diagnostics(self, step: _MicroStep) -> dict[str, Any]:
+        n, width, _ = step.pairs.columns.shape
+        scores, passages, bank = step.scores, step.passages, self.bank
+        top = scores.own.amax((1, 2))
+        if bank is not None:
+            top = torch.maximum(top, scores.of_columns.amax(1))
+        spread = (passages - passages.mean(0)).square().sum() / passages.square().sum()
+        return {
+            "loss": step.loss.detach(),
+            "local_loss": step.local_losses.mean(),
+            "bank_loss": step.bank_losses.sum() / step.rows_in_use.clamp_min(1),
+            "local_accuracy": (scores.positive >= top).to(top.dtype).mean(),
+            "columns": n * width + (0 if bank is None else bank.in_use * (1 + bank.hard_negatives)),
+            "bank_rows": bank.in_use if bank is not None and bank.has_queries else 0,
+            "embedding_spread": spread if n > 1 else spread * math.nan,
         }
-        return loss, gradients
 
-    @staticmethod
-    def _may_look(tensor: Tensor) -> bool:
-        """Whether values may be read on the host: on an accelerator that would wait for the device."""
-        return tensor.device.type == "cpu" and bank_block.EAGER_CPU
+    @torch.no_grad()
+    def _masses(self, step: _MicroStep, weights: Tensor) -> dict[str, Tensor]:
+        """Where the local rows' softmax lies, of which ``weights`` (n, m (1 + h)) are those on the bank's columns.
 
-    def _bank_block(self, dtype: torch.dtype) -> BankBlock | None:
-        """The bank for this micro-step, with the known positives among its own pairs; None while it is empty."""
-        if self.bank is None or self.log_sums is None or self.bank.fill == 0:
-            return None
-        known = self._known_positives(None, None)
-        block = BankBlock(self.bank, self.log_sums, self.temperature, dtype, known)
-        if self._summed_pairs != self.bank.pairs:  # someone wrote to the bank directly
-            block.refresh()
-            self._summed_pairs = self.bank.pairs
-        return block
-
-    def _known_positives(self, query_ids: Tensor | None, passage_ids: Tensor | None) -> KnownPositives | None:
-        """Those of the bank, and of the micro-batch whose ids are given; None when nothing is masked."""
-        if not (self.mask_duplicates and self._ids_seen):
-            return None
-        pairs = [] if query_ids is None or passage_ids is None else [(query_ids, passage_ids)]
-        if self.bank is not None and self.bank.fill:
-            entries = self.bank.entries()
-            pairs.append((entries.query_ids, entries.passage_ids))
-        queries, passages = (torch.cat(column) for column in zip(*pairs, strict=True))
-        table = None if self.positives is None else self.positives.to(queries.device)
-        return KnownPositives(queries, passages, table)
-
-    def _entry(self, local: list[Tensor], shift: Tensor | None) -> Entry:
-        """What a micro-batch will put into the bank, and where."""
+        Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
+        """
         assert self.bank is not None
-        queries, passages = local[0], local[1]
-        negatives = local[2] if len(local) > 2 and self.bank_hard_negatives else None
-        if shift is not None:
-            passages = passages - shift
-            negatives = None if negatives is None else negatives - shift
-        slots, evicted, new_rows = self.bank.next_slots(queries.shape[0])
-        # As they will be read again: rounded to what the bank stores, and with room for as many negatives.
-        columns = [passages[-slots.numel() :].to(self.bank.passages.dtype).to(queries.dtype)]
-        h = self.bank.hard_negatives
-        if h:
-            padded = queries.new_zeros(slots.numel(), h, self.bank.dim)
-            if negatives is not None:
-                padded[:, : negatives.shape[1]] = negatives[-slots.numel() :].to(self.bank.negatives.dtype)
-            columns.append(padded.reshape(-1, self.bank.dim))
-        return Entry(queries, passages, negatives, slots, evicted, new_rows, columns, [], [])
+        n, m = len(weights), self.bank.span
+        columns, mass = self.bank.sums_by_age(weights.sum(0).view(m, -1)[:, 0], AGES)
+        local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
+        in_batch = local.sum() - local.diagonal().sum()
+        fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
+        return {
+            "bank_mass": mass.sum() / n,
+            "bank_mass_aged": mass[1:].sum() / columns[1:].sum() / fresh,
+            "bank_mass_by_age": mass / n,
+            "in_batch_mass": in_batch / n,
+        }
 
-    def _enqueue(
-        self, bank: BankBlock | None, entry: Entry, ids: tuple[Tensor | None, ...], finite: Tensor | None = None
+    def know_positives(self, table: PositivesTable) -> None:
+        """Mask the pairs of ``table`` wherever a micro-batch meets them from now on. Not part of the state."""
+        self.positives = table
+        if self.bank is not None:
+            self.bank.positives = table.to(self.bank.usable.device)
+
+    def end_update(self) -> None:
+        """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""
+        if self.bank is not None:
+            self.bank.end_update()
+            if self.drift_compensation == "fresh":
+                self.bank.retire_all()
+
+    @torch.no_grad()
+    def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
+        """Embeddings of the same S pairs of texts as at the last call, encoded again now: (S, d) each.
+
+        Call it before the first micro-batch, and again after updates, every 64 pairs at the most. Between two calls
+        the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
+        up. Eight texts, without dropout, show a mean shift better than hundreds of ever new ones, since what differs
+        between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, and
+        reads one small tensor from the device for it. With ``"fresh"`` and ``"none"`` it only measures. Ranks that
+        share a bank call it together, each with texts of its own (S may differ, and be 0): the probe is all of them.
+        """
+        check_embeddings(queries, passages, may_be_empty=self._shared)
+        if self.bank_size == 0:
+            return
+        fresh = [queries.detach(), passages.detach()]
+        if self._shared:
+            fresh, *_ = gather_batch(fresh, (None, None, None), NO_ID)
+        fresh = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in fresh]
+        if self.similarity == "cos":
+            fresh = [normalize(x, dim=-1) for x in fresh]
+        bank = self._prepare_bank(queries.shape[1], 0, fresh[0])
+        if self.probe is None:
+            self.probe = DriftProbe(*fresh[0].shape, fresh[0].dtype, fresh[0].device, self.bank_size)
+        shift = self.probe.observe(*fresh, bank.updates, bank.pairs)
+        if self.passage_mean is not None and self.query_mean is not None:
+            self.query_mean.mean += shift[0]
+            self.passage_mean.mean += shift[1]
+        if self.drift_compensation == "auto":
+            limit = int(min(self.probe.age_limit(self.probe.residuals()[:, 1]), self.bank_size))
+            # The same on all ranks already, unless their devices round differently.
+            bank.limit = agree(limit, queries.device) if self._shared else limit
+            bank.encoder_moved()
+
+    def drift_record(self) -> dict[str, float]:
+        """What there is to know about the age of the bank, for a log line: reads the device.
+
+        Returns:
+            ``bank_age``: updates since the oldest entry was encoded (with :meth:`end_update`). ``bank_mass``: share of
+            the local rows' softmax that falls on banked passages in the last micro-step; ``bank_mass_age_A``: the share
+            of those A updates old, up to the next A (0, 1, 2, 4, ...); ``in_batch_mass``: that of the negatives in the
+            batch. ``bank_mass_aged``: what a column from an earlier update gets, over a column of the present encoder:
+            1 when age tells nothing, near 0 when the bank is out of reach. And :meth:`DriftProbe.record`. Only what is
+            known.
+        """
+        if self.bank is None or self.bank.fill == 0:
+            return {}
+        oldest = self.bank.age
+        record: dict[str, float] = {"bank_age": oldest}
+        found = {key: float(self.last.get(key, math.nan)) for key in ("in_batch_mass", "bank_mass", "bank_mass_aged")}
+        record |= {key: value for key, value in found.items() if math.isfinite(value)}
+        masses = self.last["bank_mass_by_age"].tolist() if "bank_mass_by_age" in self.last else []
+        record |= {f"bank_mass_age_{age}": mass for age, mass in zip(AGES, masses, strict=False) if age <= oldest}
+        return {**record, **(self.probe.record(oldest) if self.probe is not None else {})}
+
+    @property
+    def _shared(self) -> bool:
+        """Whether all ranks hold one and the same bank."""
+        return self.gather_across_devices and world_size() > 1
+
+    def _prepare_bank(self, dim: int, negatives: int, like: Tensor) -> MemoryBank | None:
+        """Make the bank, or fit it to what comes; None for plain InfoNCE."""
+        negatives = negatives if self.bank_hard_negatives else 0
+        if self.bank is None and self.bank_size:
+            self._make_bank(dim, negatives, self.bank_dtype or like.dtype, like.dtype, like.device)
+        if self.bank is None:
+            return None
+        if self.bank.usable.device != like.device:
+            self.to(like.device)  # the model moved, or a state was loaded elsewhere
+        self.bank.check_size(dim)
+        if negatives > self.bank.hard_negatives:
+            self.bank.grow_hard_negatives(negatives)
+        return self.bank
+
+    def _make_bank(
+        self, dim: int, negatives: int, dtype: torch.dtype, score_dtype: torch.dtype, device: torch.device
     ) -> None:
-        assert self.bank is not None
-        query_ids, passage_ids, negative_ids = ids
-        changed = None
-        if self.mask_duplicates and self._ids_seen:
-            # Masks hang on which pairs are known, so pairs that come or go touch the other rows of their queries.
-            gone = self.bank.query_ids[entry.slots]
-            changed = gone if query_ids is None else torch.cat([gone, query_ids.long()])
-        if bank is not None and entry.removed:
-            bank.remove(entry.evicted, entry.removed)
-        self.bank.enqueue(
-            entry.queries,
-            entry.passages,
-            entry.negatives,
-            query_ids,
-            passage_ids,
-            negative_ids if entry.negatives is not None else None,
-            finite,
+        self.bank = MemoryBank(
+            self.bank_size, dim, negatives, dtype, self.query_bank_size, device, self.temperature, score_dtype
         )
-        self._summed_pairs = self.bank.pairs
-        if self.query_frames is not None:
-            self.query_frames.enter(entry.new_rows)
-        grown = self._bank_block(entry.queries.dtype)
-        if grown is not None:
-            grown.add(entry.slots, entry.added, entry.new_rows, changed)
+        self.bank.positives = None if self.positives is None else self.positives.to(device)
+        if self.drift_compensation in MOVES_ENTRIES:
+            self.passage_mean = RunningMean(dim, dtype=score_dtype, device=device)
+            self.query_mean = RunningMean(dim, dtype=score_dtype, device=device)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # The bank is made by the first call; a state that holds one makes it here instead.
+        columns = state_dict.get(prefix + "bank.columns")
+        if prefix + "bank.passages" in state_dict:
+            raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
+        if columns is not None:
+            compensated = prefix + "passage_mean.mean" in state_dict
+            if compensated != (self.drift_compensation in MOVES_ENTRIES):
+                raise ConfigError(
+                    f"this state was written {'with' if compensated else 'without'} compensation for drift, but this "
+                    f"loss has drift_compensation={self.drift_compensation!r} and would misread its bank. Use the same "
+                    "setting."
+                )
+            size, queries = int(state_dict[prefix + "bank._extra_state"][0]), len(state_dict[prefix + "bank.queries"])
+            if size != self.bank_size or (queries == 0) != (self.query_bank_size == 0):
+                raise ConfigError(
+                    f"this state holds a bank of {size} passages and {size if queries else 'no'} queries, but this loss "
+                    f"has bank_size={self.bank_size} and query_bank_size={self.query_bank_size}. Use the same sizes."
+                )
+            device = columns.device if self.bank is None else self.bank.usable.device
+            score_dtype = state_dict[prefix + "bank.positive"].dtype
+            self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, score_dtype, device)
+            probe = state_dict.get(prefix + "probe.embeddings")
+            self.probe = None
+            if probe is not None:
+                self.probe = DriftProbe(probe.shape[2], probe.shape[3], probe.dtype, device, self.bank_size)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return (
@@ -412,3 +390,64 @@ class BankedInfoNCE(BankedModule):
             f"similarity={self.similarity!r}, normalize_by={self.normalize_by!r}, "
             f"drift_compensation={self.drift_compensation!r}"
         )
+
+
+class _MicroStep(NamedTuple):
+    """What the loss of a micro-batch is made of."""
+
+    leaves: list[Tensor]  # what gradients are taken of
+    passages: Tensor  # (n, d), as scored but for drift compensation
+    pairs: Pairs
+    scores: Scores
+    log_sum: Tensor  # (n,) of local rows, over all columns
+    local_losses: Tensor  # (n,)
+    bank_losses: Tensor  # (m,), 0 for rows not in use
+    rows_in_use: Tensor  # how many of them are
+    share: Tensor | int  # what the sum of row losses is divided by
+    loss: Tensor
+    means: list[tuple[Tensor, ...]]  # what the running means of passages and queries will be, if they follow
+
+
+class _HandOver(torch.autograd.Function):
+    """Gradients known in forward: the bank is written in place before backward, which would find other numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)
+
+
+def _without_mean(gradient: Tensor) -> Tensor:
+    """The gradients of a tower's embeddings (..., d) less what pushes all of them the same way, if there are several.
+
+    The passage gradients of a whole batch sum to zero. Those of a micro-batch against a bank do not: the bank's columns
+    take none. What is left over is the direction in which new embeddings flee old ones.
+    """
+    flat = gradient.flatten(0, -2)
+    return gradient - flat.mean(0) if len(flat) > 1 else gradient
+
+
+def check_settings(
+    bank_size: int,
+    query_bank_size: int | None,
+    temperature: float,
+    similarity: str,
+    normalize_by: str,
+    drift_compensation: str,
+) -> None:
+    """Refuse settings that cannot work, before anything is allocated.
+
+    Raises:
+        ConfigError: naming the setting, its value and the way out.
+    """
+    check_bank_sizes(bank_size, query_bank_size)
+    if not 0 < temperature < math.inf:
+        raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
+    check_choice("similarity", similarity, ("dot", "cos"))
+    check_choice("normalize_by", normalize_by, ("local", "all"))
+    check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)

@@ -1,82 +1,119 @@
-"""The memory bank: FIFO ring buffers of past query, passage and hard-negative embeddings, with their ids.
+"""The memory bank: ring buffers of past query, passage and hard-negative embeddings, and their part of the loss.
 
-A bank stores and returns; it knows no loss, no similarity and no model. Everything in it is detached, and
-everything it needs to continue lies in its ``state_dict``. Letters in shapes: n pairs in a micro-batch, m rows
-in the bank (``bank_size``), h hard negatives per query, d the embedding size.
+The bank x bank block of the similarity matrix has no gradient. It enters the loss as one number per banked query, its
+logsumexp over the bank's columns, and the bank keeps that number exact at no cost: the ring forgets a block at a time,
+and a table holds each row's logsumexp block by block. All scores that the table needs are scores of some micro-step: a
+new row meets the old columns as a local row, old rows meet the new columns as bank rows. Nothing is ever subtracted or
+summed again, and no value is read on the host. The module knows no model, no normalisation and no optimizer.
+
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m rows in the bank, d the embedding size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from contaccum.shards import WHOLE, Shard
+from contaccum.duplicates import NO_ID, PositivesTable, hidden
+from contaccum.errors import ConfigError
 
-RETIRED_AT_ONCE = 64
-"""Pairs that a micro-step retires for their age beside as many as come, at most: bounds its cost when a limit falls."""
+PAIRS_PER_ORIGIN = 64
+"""Pairs that share one note of where their tower's mean was, at most."""
 
-NO_ID = torch.iinfo(torch.int64).min
-"""The id of an entry that came without one. It never equals anything, itself included."""
+_PRODUCT_ROWS = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
 
 
-class BankEntries(NamedTuple):
-    """The filled part of a bank, as views into its storage (m' = rows filled so far, oldest anywhere).
+class Pairs(NamedTuple):
+    """A micro-batch as rows and columns of the similarity matrix."""
 
-    Row i of ``queries`` came with row ``positives[i]`` of ``passages``. Embeddings of a sharded bank: those kept here.
-    """
+    queries: Tensor  # (n, d)
+    columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
+    ids: Tensor  # int64 (2, n, 1 + h): of the query that a passage came with (NO_ID at hard negatives), and its own
+    named: bool  # False: no ids came, so that nothing of these pairs is masked
 
-    queries: Tensor  # (mq', d)
-    passages: Tensor  # (m', d)
-    negatives: Tensor  # (m', h, d)
-    query_ids: Tensor  # (m',) the query that each passage row came with
-    passage_ids: Tensor  # (m',)
-    negative_ids: Tensor  # (m', h)
-    negative_counts: Tensor  # (m',) how many of a row's h hard negatives exist
-    positives: Tensor  # (mq',)
-    inserted_at: Tensor  # (m',) the micro-step, counted from 0, at which each passage row came
-    usable: Tensor  # bool (m',); False: not finite (the row holds zeros), or past the age limit
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        columns: Tensor,
+        query_ids: Tensor | None,
+        passage_ids: Tensor | None,
+        negative_ids: Tensor | None,
+    ) -> Pairs:
+        """Pairs whose ids, int64 (n,), (n,) and (n, h), may be missing."""
+        ids = torch.full((2, *columns.shape[:2]), NO_ID, device=columns.device)
+        given = [(ids[0, :, 0], query_ids), (ids[1, :, 0], passage_ids), (ids[1, :, 1:], negative_ids)]
+        for place, value in given:
+            if value is not None:
+                place.copy_(value)
+        return cls(queries, columns, ids, any(value is not None for _, value in given))
+
+    def scores(self, temperature: float, positives: PositivesTable | None = None) -> Scores:
+        """All scores of a micro-batch where there is no bank."""
+        n, width, d = self.columns.shape
+        own = (self.queries / temperature) @ self.columns.reshape(-1, d).T
+        positive = own.view(n, n, width)[:, :, 0].diagonal()
+        if self.named:
+            mask = hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)
+            mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
+            own = own.masked_fill(mask, _low(own.dtype))
+        none = own.new_zeros(n, 0)
+        return Scores(own.view(n, n, width), positive, none, none, own.new_zeros(n, width, 0), own.new_zeros(0))
+
+
+class Scores(NamedTuple):
+    """Similarities over the temperature, masked ones vanishingly low; differentiable with respect to the pairs."""
+
+    own: Tensor  # (n, n, 1 + h) local queries against local columns
+    positive: Tensor  # (n,) of each local query and its passage
+    of_columns: Tensor  # (n, m (1 + h)) local queries against the bank's columns
+    by_block: Tensor  # (n, blocks) their logsumexp over each block
+    of_rows: Tensor  # (n, 1 + h, m) banked queries against local columns
+    on_rows: Tensor  # (m,) their logsumexp over all local columns
 
 
 class MemoryBank(nn.Module):
-    """Ring buffers of the last ``bank_size`` (query, passage, hard negatives) entries; the newest overwrite the oldest.
+    """Ring buffers of the last ``bank_size`` (query, passage, hard negatives) entries, forgotten a block at a time.
 
-    With a ``limit`` below ``bank_size`` the oldest entries retire before they are overwritten: they keep their rows,
-    where ``usable`` is then False. Entries since the last :meth:`end_update` never retire.
+    A block is the largest power of two within 1/32 of ``bank_size``, and one pair below 64 rows: a full bank uses at
+    most ``bank_size`` rows, at least 31/32 of them, and all of them where micro-batches are whole blocks. Everything in
+    it is detached, and everything that it needs to go on lies in its ``state_dict``.
 
     Args:
-        bank_size: rows m of the passage bank. 0 gives a bank that accepts entries and keeps none.
+        bank_size: rows m at most, at least 1.
         dim: the embedding size d.
-        hard_negatives: hard negatives h kept per entry. A micro-batch may bring fewer.
+        hard_negatives: hard negatives h per entry. A micro-batch may bring fewer.
         dtype: storage dtype of the embeddings.
-        query_bank_size: rows of the query bank, at most ``bank_size`` (a banked query needs its passage in the
-            passage bank). ``None``: as many as ``bank_size``. 0: no queries are kept.
+        query_bank_size: None or ``bank_size``: queries are stored too; 0: passages alone.
         device: where the buffers live; ``.to()`` moves them.
-        shard: the part of the rows whose embeddings are kept here; ids and counts are kept of all.
+        temperature: divides similarities.
+        score_dtype: of scores and their sums. None: that of the embeddings, float32 at least.
+
+    Attributes:
+        pairs: pairs seen since the start.
+        first: the oldest of them in use, counted from 0. It only rises.
+        limit: entries in use at most, rounded to whole blocks; those since the last update are never too many.
+        updates: calls of :meth:`end_update`.
+        positives: pairs of ids that masks know beforehand, or None. Not part of the state.
 
     Raises:
-        ValueError: for sizes that are negative, not whole, or a query bank larger than the passage bank.
+        ConfigError (a ValueError): for sizes that there are no banks of.
 
-    Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2: the query bank M_q and the passage
-    bank M_p of N_memory rows each.
+    Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table of log-sums is ours.
     """
 
     queries: Tensor
-    passages: Tensor
-    negatives: Tensor
-    query_ids: Tensor
-    passage_ids: Tensor
-    negative_ids: Tensor
-    negative_counts: Tensor
-    inserted_at: Tensor
-    inserted_in: Tensor
-    usable: Tensor
-    enqueued: Tensor
-    micro_steps: Tensor
-    updates: Tensor
-    counts: Tensor
-    shard_of: Tensor
+    columns: Tensor
+    ids: Tensor
+    absent: Tensor
+    log_sums: Tensor
+    log_sum: Tensor
+    positive: Tensor
+    origins: Tensor
 
     def __init__(
         self,
@@ -86,101 +123,85 @@ class MemoryBank(nn.Module):
         dtype: torch.dtype = torch.float32,
         query_bank_size: int | None = None,
         device: torch.device | str | None = None,
-        shard: Shard = WHOLE,
+        temperature: float = 1.0,
+        score_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        query_bank_size = bank_size if query_bank_size is None else query_bank_size
-        sizes = {"bank_size": bank_size, "hard_negatives": hard_negatives, "query_bank_size": query_bank_size}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
-        if not isinstance(dim, int) or dim < 1:
-            raise ValueError(f"dim must be a whole number of at least 1, got {dim!r}")
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-        if query_bank_size > bank_size:
-            raise ValueError(
-                f"query_bank_size={query_bank_size} is larger than bank_size={bank_size}: a banked query needs the "
-                "passage it came with. Raise bank_size or lower query_bank_size."
-            )
-        self.bank_size, self.dim, self.hard_negatives = bank_size, dim, hard_negatives
-        self.query_bank_size = query_bank_size
-        self.shard = shard
+        check_bank_sizes(bank_size, query_bank_size, least=1)
+        self.bank_size, self.dim, self.temperature = bank_size, dim, temperature
+        self.block = 1 << max(bank_size // 32, 1).bit_length() - 1
+        self.note = min(self.block, PAIRS_PER_ORIGIN)  # pairs that share one of the origins: that of their first
+        blocks = -(-bank_size // self.block)
+        self.slots, width = blocks * self.block, 1 + hard_negatives
+        rows = 0 if query_bank_size == 0 else self.slots
+        scores = score_dtype or torch.promote_types(dtype, torch.float32)
+        self.low = _low(scores)
 
-        def embeddings(rows: int, *shape: int) -> Tensor:
-            return torch.zeros(shard.size(rows), *shape, dim, dtype=dtype, device=device)
+        def buffer(name: str, value: float, *shape: int, dtype: torch.dtype = scores) -> None:
+            self.register_buffer(name, torch.full(shape, value, dtype=dtype, device=device))
 
-        def ids(*shape: int) -> Tensor:
-            return torch.full(shape, NO_ID, dtype=torch.int64, device=device)
-
-        self.register_buffer("queries", embeddings(query_bank_size))
-        self.register_buffer("passages", embeddings(bank_size))
-        self.register_buffer("negatives", embeddings(bank_size, hard_negatives))
-        self.register_buffer("query_ids", ids(bank_size))
-        self.register_buffer("passage_ids", ids(bank_size))
-        self.register_buffer("negative_ids", ids(bank_size, hard_negatives))
-        self.register_buffer("negative_counts", torch.zeros(bank_size, dtype=torch.int64, device=device))
-        self.register_buffer("inserted_at", torch.zeros(bank_size, dtype=torch.int64, device=device))
-        self.register_buffer("inserted_in", torch.zeros(bank_size, dtype=torch.int64, device=device))
-        self.register_buffer("usable", torch.ones(bank_size, dtype=torch.bool, device=device))
-        # Pairs and micro-steps seen since the start. Pointer and fill count follow from the first, so one
-        # number in the state restores both. The Python twin spares a device read at every micro-step.
-        self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64, device=device))
-        self.register_buffer("micro_steps", torch.zeros((), dtype=torch.int64, device=device))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64, device=device))
-        self._enqueued = 0
-        # The limit, the first pair in use, the first of the present update: host numbers, here for the state.
-        self.register_buffer("counts", torch.tensor([bank_size, 0, 0]))
-        self._limit, self._first, self._update_began = bank_size, 0, 0
-        if not shard.whole:  # so that a shard is never taken for a bank, or for another shard
-            self.register_buffer("shard_of", torch.tensor([*shard, bank_size, query_bank_size]))
+        buffer("queries", 0, rows, dim, dtype=dtype)
+        buffer("columns", 0, self.slots, width, dim, dtype=dtype)
+        buffer("ids", NO_ID, 2, self.slots, width, dtype=torch.int64)
+        buffer("absent", self.low, self.slots, width)  # added to the scores of a column: 0 where it is in use
+        buffer("log_sums", self.low, blocks, rows)  # logsumexp of each row over the columns of each block
+        buffer("log_sum", self.low, rows)  # and over all of them
+        buffer("positive", 0, rows)  # score of each row's own passage
+        buffer("origins", 0, rows // self.note, dim)  # where the mean of the query tower was when rows came
+        self.positives: PositivesTable | None = None
+        self.pairs = self.first = self.updates = self._update_began = 0
+        self._update_ends: list[int] = []  # pairs seen by then, for each update since the oldest entry in use
+        self.limit = bank_size
 
     @property
-    def limit(self) -> int:
-        """Entries in use at most, those of the present update apart."""
-        return self._limit
+    def passages(self) -> Tensor:
+        """(m, d), a view; as stored, which drift compensation makes relative to the mean of their tower."""
+        return self.columns[:, 0]
 
-    @limit.setter
-    def limit(self, entries: int) -> None:
-        self._limit = min(max(entries, 0), self.bank_size)
+    @property
+    def negatives(self) -> Tensor:
+        """(m, h, d), a view."""
+        return self.columns[:, 1:]
+
+    @property
+    def hard_negatives(self) -> int:
+        """Hard negatives h that an entry has room for."""
+        return self.columns.shape[1] - 1
+
+    @property
+    def usable(self) -> Tensor:
+        """Bool (m, 1 + h): the columns in use; that of its passage tells whether a row is."""
+        return self.absent == 0
+
+    @property
+    def has_queries(self) -> bool:
+        """Whether queries are stored too."""
+        return len(self.queries) > 0
+
+    @property
+    def fill(self) -> int:
+        """Rows that hold an entry, retired ones included."""
+        return min(self.pairs, self.bank_size)
 
     @property
     def in_use(self) -> int:
-        """Entries that have not retired, at most ``fill``."""
-        return min(self._enqueued - self._first, self.fill)
-
-    @property
-    def queries_in_use(self) -> int:
-        """Entries of the query bank that have not retired."""
-        return min(self.in_use, self.query_fill)
+        """Entries that are neither overwritten nor retired."""
+        return self.pairs - self.first
 
     @property
     def aged(self) -> bool:
         """Whether entries in use are of an older encoder than the present one."""
-        return min(self._update_began, self._enqueued) > self._enqueued - self.in_use
+        return self.first < self._update_began
 
     @property
-    def pairs(self) -> int:
-        """Pairs seen since the start, evicted ones included."""
-        return self._enqueued
+    def age(self) -> int:
+        """Updates since the oldest entry in use was encoded."""
+        return len(self._update_ends)
 
     @property
-    def pointer(self) -> int:
-        """The passage row that the next entry goes to."""
-        return self._enqueued % self.bank_size if self.bank_size else 0
-
-    @property
-    def fill(self) -> int:
-        """Rows of the passage bank in use, m' <= bank_size."""
-        return min(self._enqueued, self.bank_size)
-
-    @property
-    def query_fill(self) -> int:
-        """Rows of the query bank in use, mq' <= query_bank_size."""
-        return min(self._enqueued, self.query_bank_size)
-
-    def __len__(self) -> int:
-        return self.fill
+    def span(self) -> int:
+        """Slots that any entry lies in, in whole blocks and at least one: what a micro-step looks at."""
+        return min(-(-max(self.pairs, 1) // self.block) * self.block, self.slots)
 
     @torch.no_grad()
     def enqueue(
@@ -191,197 +212,243 @@ class MemoryBank(nn.Module):
         query_ids: Tensor | None = None,
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
-        finite: Tensor | None = None,
     ) -> None:
-        """Append a micro-batch, overwriting the oldest rows. Of a micro-batch larger than the bank the last rows stay.
-
-        Args:
-            queries, passages: (n, d), detached by this call and cast to the bank's dtype.
-            negatives: (n, h', d) with h' <= ``hard_negatives``, or None.
-            query_ids, passage_ids: int64 (n,), or None.
-            negative_ids: int64 (n, h'), or None.
-            finite: a bool scalar on the bank's device that says whether the micro-batch may be used, for a caller on an
-                accelerator: looking at the values there would make the host wait. Where it is False the rows are
-                written as zeros and marked in ``usable``. None: look, and refuse.
+        """Append pairs without a loss: (n, d), (n, d), (n, h', d) with h' <= h, int64 (n,), (n,), (n, h').
 
         Raises:
-            ValueError: for a shape that does not fit, or a value that is NaN or infinite. Nothing is stored then.
-
-        The write is in place: whoever keeps views of the bank for a backward pass must be done with them.
+            ValueError: for a shape that does not fit.
         """
-        self._check_batch(queries, passages, negatives, query_ids, passage_ids, negative_ids, look=finite is None)
-        if finite is not None:
-            queries, passages = (torch.where(finite, x, torch.zeros_like(x)) for x in (queries, passages))
-            negatives = None if negatives is None else torch.where(finite, negatives, torch.zeros_like(negatives))
-            # Nor is the pair known from then on: masks would remember it.
-            query_ids, passage_ids, negative_ids = (
-                None if ids is None else torch.where(finite, ids.long(), NO_ID)
-                for ids in (query_ids, passage_ids, negative_ids)
-            )
-        n = queries.shape[0]
-        h = 0 if negatives is None else negatives.shape[1]
-        if (first := self._first_after(n)) > self._first:
-            self.usable[self._slots_of(self._first, min(first, self._enqueued))] = False
-            self._first = first
-        for slots, source in self._slots(n, self.bank_size):
-            kept, part = self.shard.run(slots, source)
-            self.passages[kept] = passages[part].to(self.passages)
-            self.query_ids[slots] = NO_ID if query_ids is None else query_ids[source].to(self.query_ids)
-            self.passage_ids[slots] = NO_ID if passage_ids is None else passage_ids[source].to(self.passage_ids)
-            self.negative_ids[slots] = NO_ID
-            self.negative_counts[slots] = h
-            if negatives is not None:
-                self.negatives[kept, :h] = negatives[part].to(self.negatives)
-                if negative_ids is not None:
-                    self.negative_ids[slots, :h] = negative_ids[source].to(self.negative_ids)
-            self.inserted_at[slots] = self.micro_steps
-            self.inserted_in[slots] = self.updates
-            self.usable[slots] = True if finite is None else finite
-        for slots, source in self._slots(n, self.query_bank_size):
-            kept, part = self.shard.run(slots, source)
-            self.queries[kept] = queries[part].to(self.queries)
-        self._enqueued += n
-        self.enqueued += n
-        self.micro_steps += 1
+        check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
+        self.check_size(queries.shape[1])
+        columns = passages[:, None] if negatives is None else torch.cat([passages[:, None], negatives], dim=1)
+        self.grow_hard_negatives(columns.shape[1] - 1)
+        pairs = Pairs.of(queries.to(self.positive), columns.to(self.positive), query_ids, passage_ids, negative_ids)
+        self.append(pairs, self.scores(pairs), self.greatest(pairs).isfinite())
 
-    def next_slots(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the next ``n`` pairs will do: passage slots they take, those of entries in use that go, query slots."""
+    def scores(self, pairs: Pairs, origin: Tensor | None = None) -> Scores:
+        """All scores of a micro-batch against itself and the bank.
 
-        def taken(size: int) -> Tensor:
-            return self._slots_of(self._enqueued + n - min(n, size), self._enqueued + n, size)
-
-        leaving = self._slots_of(max(self._first, self._enqueued - self.bank_size), self._first_after(n))
-        return taken(self.bank_size), leaving, taken(self.query_bank_size)
-
-    def _first_after(self, n: int) -> int:
-        """The first pair in use once ``n`` more have come: after those overwritten, and after those past the limit."""
-        overwritten = self._enqueued + n - self.bank_size
-        past_limit = min(self._enqueued + n - self._limit, self._update_began, self._first + n + RETIRED_AT_ONCE)
-        return max(self._first, overwritten, past_limit)
-
-    def _slots_of(self, first: int, end: int, size: int | None = None) -> Tensor:
-        """Slots of pairs ``first`` to ``end``, not included: of those seen so far, or of all in a ring of ``size``."""
-        end = min(end, self._enqueued) if size is None else end
-        pairs = torch.arange(first, max(end, first), device=self.passages.device)
-        return pairs % max(self.bank_size if size is None else size, 1)
-
-    def _slots(self, n: int, size: int) -> list[tuple[slice, slice]]:
-        """(slots, rows of the micro-batch) to copy for a ring of ``size`` rows: at most two contiguous runs."""
-        kept = min(n, size)
-        if kept == 0:
-            return []
-        start = (self._enqueued + n - kept) % size
-        first = min(kept, size - start)
-        runs = [(slice(start, start + first), slice(n - kept, n - kept + first))]
-        if first < kept:
-            runs.append((slice(0, kept - first), slice(n - kept + first, n)))
-        return runs
-
-    def entries(self) -> BankEntries:
-        """The filled rows, as views: read them before the next :meth:`enqueue`, or clone them."""
-        m, mq = self.fill, self.query_fill
-        if self.query_bank_size == self.bank_size:
-            positives = torch.arange(mq, device=self.passages.device)
-        else:
-            # Slot s of the query ring holds the latest pair t with t % query_bank_size == s; its passage lies
-            # in slot t % bank_size of the larger ring.
-            slots = torch.arange(mq, device=self.passages.device)
-            last = self._enqueued - 1
-            positives = (last - (last - slots) % max(self.query_bank_size, 1)) % max(self.bank_size, 1)
-        return BankEntries(
-            self.queries[: self.shard.size(mq)],
-            self.passages[: self.shard.size(m)],
-            self.negatives[: self.shard.size(m)],
-            self.query_ids[:m],
-            self.passage_ids[:m],
-            self.negative_ids[:m],
-            self.negative_counts[:m],
-            positives,
-            self.inserted_at[:m],
-            self.usable[:m],
+        Args:
+            origin: (d,), where the mean of the query tower is by now. A banked query then pushes on local columns from
+                where it would be had it moved along; its scores stay those that it was stored with.
+        """
+        m, (n, width, _) = self.span, pairs.columns.shape
+        rows = self.queries[:m]
+        row_mask = column_mask = moved = None
+        if pairs.named:
+            column_mask = hidden(pairs.ids[:, :, 0], self.ids[:, :m].flatten(1), self.positives, local_rows=True)
+            row_mask = hidden(self.ids[:, : len(rows), 0], pairs.ids.flatten(1), self.positives, local_rows=False)
+        if origin is not None and self.has_queries:
+            moved = origin - self.origins[: m // self.note]
+        queries, columns = pairs.queries / self.temperature, pairs.columns.flatten(0, 1) / self.temperature
+        absent = self.absent[:m].flatten()
+        of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, None)
+        of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, moved)
+        return pairs.scores(self.temperature, self.positives)._replace(
+            of_columns=of_columns,
+            by_block=of_columns.view(n, m // self.block, -1).logsumexp(2),
+            of_rows=of_rows.view(n, width, len(rows)),
+            on_rows=of_rows.logsumexp(0),
         )
 
-    def ages(self) -> Tensor:
-        """Age of each filled row in micro-steps, int64 (m',): 1 for what the last micro-step brought."""
-        return self.micro_steps - self.inserted_at[: self.fill]
+    def greatest(self, pairs: Pairs) -> Tensor:
+        """Scalar: the largest magnitude among the embeddings in the bank's dtype, not finite where one of them is not."""
+        return sum(x.detach().to(self.columns.dtype).abs().amax().to(x.dtype) for x in (pairs.queries, pairs.columns))
 
     @torch.no_grad()
+    def append(self, pairs: Pairs, scores: Scores, finite: Tensor, origin: Tensor | None = None) -> None:
+        """Let a micro-batch into the ring, in place, and its scores into the table; the oldest blocks make room.
+
+        Of a micro-batch larger than the bank the last pairs stay, of hard negatives as many as there is room for.
+
+        Args:
+            scores: of these pairs, by :meth:`scores` just now.
+            finite: bool scalar on the bank's device. Where it is False the entries hold zeros and are never used.
+            origin: (d,), where the mean of the query tower is.
+        """
+        end = self.pairs + len(pairs.queries)
+        forgotten = self._forget(self._first_after(end))
+        runs = list(self._runs(max(self.first, self.pairs), end))
+        sums = self._extend_sums(scores, runs, forgotten, finite) if self.has_queries else None
+        width = min(pairs.columns.shape[1], self.columns.shape[1])
+        columns, queries, positive = (
+            torch.where(finite, x, 0) for x in (pairs.columns, pairs.queries, scores.positive)
+        )
+        for _, slots, at in runs:
+            self.columns[slots, :width] = columns[at, :width].to(self.columns)
+            self.ids[:, slots] = NO_ID
+            self.ids[:, slots, :width] = pairs.ids[:, at, :width]
+            self.absent[slots] = self.low
+            self.absent[slots, :width] = torch.where(finite, self.absent.new_zeros(()), self.low)
+            if sums is not None:
+                self.queries[slots], self.positive[slots] = queries[at].to(self.queries), positive[at]
+                self.log_sums[:, slots], self.log_sum[slots] = sums[:, at], sums[:, at].logsumexp(0)
+                if origin is not None:
+                    self.origins[-(-slots.start // self.note) : -(-slots.stop // self.note)] = origin
+        self.pairs = end
+
+    def _extend_sums(
+        self, scores: Scores, runs: list[tuple[slice, slice, slice]], forgotten: list[slice], finite: Tensor
+    ) -> Tensor:
+        """Add new columns to the sums of old rows; returns (blocks, n), the sums of the new rows."""
+        (n, width), m = scores.of_rows.shape[:2], self.span
+        room = min(width, self.columns.shape[1])
+        sums = self.log_sums.new_full((len(self.log_sums), n), self.low)
+        sums[: m // self.block] = scores.by_block.T
+        for blocks in forgotten:
+            sums[blocks] = self.low
+        for blocks, _, at in runs:
+            count = blocks.stop - blocks.start
+            new = scores.own[:, at, :room].reshape(n, count, -1).logsumexp(2).T
+            sums[blocks] = torch.logaddexp(sums[blocks], new)
+            old = scores.on_rows[None]
+            if count > 1 or room < width or at != slice(0, n):
+                old = scores.of_rows[at, :room].reshape(count, -1, m).logsumexp(1)
+            old = torch.where(finite, old, self.low)
+            for stored, more in ((self.log_sums[blocks, :m], old), (self.log_sum[:m], old.logsumexp(0))):
+                torch.logaddexp(stored, more, out=stored)
+        return torch.where(finite, sums, self.low)
+
+    def _first_after(self, end: int) -> int:
+        """The first pair in use once ``end`` have come, where a block begins."""
+        overwritten = -(-(end - self.bank_size) // self.block)
+        past_limit = min(round((end - self.limit) / self.block), self._update_began // self.block)
+        return max(self.first, self.block * max(overwritten, past_limit))
+
+    @torch.no_grad()
+    def _forget(self, first: int) -> list[slice]:
+        """Leave the blocks before pair ``first`` out of rows and columns; returns where in the ring they are."""
+        if first == self.first:
+            return []
+        forgotten = _ring(self.first // self.block, -(-min(first, self.pairs) // self.block), len(self.log_sums))
+        for blocks in forgotten:
+            self.absent[blocks.start * self.block : blocks.stop * self.block] = self.low
+            self.log_sums[blocks] = self.low
+        torch.logsumexp(self.log_sums, 0, out=self.log_sum)
+        self.first = first
+        self._update_ends = [pairs for pairs in self._update_ends if pairs > first]
+        return forgotten
+
+    def _runs(self, first: int, end: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Blocks, slots and rows of the micro-batch of pairs ``first`` to ``end``: whole blocks in a row, or in one."""
+        while first < end:
+            slot, inside = first % self.slots, first % self.block
+            stop = min(end - end % self.block, first - slot + self.slots)
+            if inside or stop <= first:
+                stop = min(end, first - inside + self.block)
+            blocks = slice(slot // self.block, -(-(slot + stop - first) // self.block))
+            yield blocks, slice(slot, slot + stop - first), slice(first - self.pairs, stop - self.pairs)
+            first = stop
+
     def end_update(self) -> None:
         """Say that the encoder changed: what comes next belongs to another update."""
         self.updates += 1
         self.encoder_moved()
+        if self.pairs > self.first:
+            self._update_ends.append(self.pairs)
 
     def encoder_moved(self) -> None:
         """Say that the entries so far are of an older encoder, and may retire."""
-        self._update_began = self._enqueued
-
-    def ages_in_updates(self) -> Tensor:
-        """Updates since each filled row was encoded, int64 (m',): 0 for those of the present encoder."""
-        return self.updates - self.inserted_in[: self.fill]
+        self._update_began = self.pairs
 
     def retire_all(self) -> None:
         """Leave every entry out from now on, those of the present update included."""
-        self._first = self._update_began = self._enqueued
-        self.usable.fill_(False)
+        self._forget(self.pairs)
+        self._update_began = self.pairs
+
+    def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Entries in use ``ages`` updates old, up to the next of the ages, and the sums of their (m,) values: (a,) both."""
+        ends = [self.pairs if age == 0 else [self.first, *self._update_ends][-min(age, self.age + 1)] for age in ages]
+        counts, sums = values.new_zeros(len(ages)), values.new_zeros(len(ages))
+        for i, (begin, end) in enumerate(zip([*ends[1:], self.first], ends, strict=True)):
+            if begin < end:
+                counts[i] = end - begin
+                sums[i] = sum(values[slots].sum() for slots in _ring(begin, end, self.slots))
+        return counts, sums
 
     @torch.no_grad()
     def grow_hard_negatives(self, hard_negatives: int) -> None:
-        """Make room for more hard negatives per entry; what is stored stays. For data that mixes pairs and tuples."""
+        """Make room for that many hard negatives per entry; what is stored stays. For data of pairs and tuples."""
         more = hard_negatives - self.hard_negatives
-        if more < 0:
-            raise ValueError(f"a bank made for {self.hard_negatives} hard negatives cannot shrink to {hard_negatives}")
-        room = self.negatives.new_zeros(len(self.negatives), more, self.dim)
-        self.negatives = torch.cat([self.negatives, room], dim=1)
-        ids = self.negative_ids.new_full((self.bank_size, more), NO_ID)
-        self.negative_ids = torch.cat([self.negative_ids, ids], dim=1)
-        self.hard_negatives = hard_negatives
+        if more > 0:
+            self.columns = nn.functional.pad(self.columns, (0, 0, 0, more))
+            self.ids = nn.functional.pad(self.ids, (0, more), value=NO_ID)
+            self.absent = nn.functional.pad(self.absent, (0, more), value=self.low)
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Empty the bank; the storage stays allocated."""
-        self._enqueued, self._limit, self._first, self._update_began = 0, self.bank_size, 0, 0
-        self.enqueued.zero_()
-        self.micro_steps.zero_()
-        self.updates.zero_()
+    def check_size(self, dim: int) -> None:
+        """Refuse embeddings of another size than d.
 
-    def _check_batch(
-        self,
-        queries: Tensor,
-        passages: Tensor,
-        negatives: Tensor | None,
-        query_ids: Tensor | None,
-        passage_ids: Tensor | None,
-        negative_ids: Tensor | None,
-        look: bool,
-    ) -> None:
-        check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
-        if queries.shape[1] != self.dim:
+        Raises:
+            ValueError: naming both sizes.
+        """
+        if dim != self.dim:
             raise ValueError(
-                f"embeddings of size {queries.shape[1]} do not fit a bank of size {self.dim}: a bank belongs to one "
-                "encoder. Make a new one for another embedding size."
+                f"embeddings of size {dim} do not fit the bank of size {self.dim}: a bank belongs to one encoder. Make "
+                "a new one for another embedding size."
             )
-        if negatives is not None and negatives.shape[1] > self.hard_negatives:
-            raise ValueError(
-                f"{negatives.shape[1]} hard negatives per query do not fit a bank made for {self.hard_negatives}: "
-                f"make it with hard_negatives={negatives.shape[1]}, or pass the batch with the most of them first."
-            )
-        for name, tensor in (("queries", queries), ("passages", passages), ("negatives", negatives)):
-            if look and tensor is not None and not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{name} hold NaN or infinite values; a bank would keep them for many updates.")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._enqueued = int(self.enqueued)
-        self._limit, self._first, self._update_began = self.counts.tolist()
+    def get_extra_state(self) -> Tensor:
+        """The counters, int64, on the CPU: reading them never waits for a device."""
+        counts = [self.bank_size, self.pairs, self.first, self.limit, self.updates, self._update_began]
+        return torch.tensor(counts + self._update_ends)
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.counts.copy_(torch.tensor([self._limit, self._first, self._update_began]))
-        super()._save_to_state_dict(*args, **kwargs)
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on from the counters of :meth:`get_extra_state`."""
+        _, self.pairs, self.first, self.limit, self.updates, self._update_began, *self._update_ends = state.tolist()
 
-    def extra_repr(self) -> str:
-        return (
-            f"bank_size={self.bank_size}, dim={self.dim}, hard_negatives={self.hard_negatives}, "
-            f"query_bank_size={self.query_bank_size}, dtype={self.passages.dtype}"
+
+class _Product(torch.autograd.Function):
+    """Scores (k, r) of ``x`` (k, d) against stored rows (r, d) of any dtype, which take no gradient.
+
+    ``absent`` (r,) is added, and what ``mask`` (k, r) hides is vanishingly low: its softmax is 0, and so is its
+    gradient. For the gradient of ``x`` alone, every so many rows have ``moved`` by one of these vectors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stored: Tensor, absent: Tensor, mask: Tensor | None, moved: Tensor | None
+    ) -> Tensor:
+        ctx.stored, ctx.moved = stored, moved
+        scores = x.new_empty(len(x), len(stored))
+        parts = [y.split(_PRODUCT_ROWS, dim=-1) for y in (stored.T, absent.expand(len(stored)), scores)]
+        for part, bias, place in zip(*parts, strict=True):
+            torch.addmm(bias, x, part.to(x.dtype), out=place)
+        return scores if mask is None else scores.masked_fill_(mask, _low(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+        total = weights.new_zeros(len(weights), ctx.stored.shape[1])
+        for part, share in zip(ctx.stored.split(_PRODUCT_ROWS), weights.split(_PRODUCT_ROWS, dim=1), strict=True):
+            total.addmm_(share, part.to(weights.dtype))
+        if ctx.moved is not None:
+            total.addmm_(weights.view(len(weights), len(ctx.moved), -1).sum(2), ctx.moved)
+        return total, None, None, None, None
+
+
+def _low(dtype: torch.dtype) -> float:
+    """The score of what is masked: no softmax sees it, and unlike -inf it makes no NaN where everything is masked."""
+    return torch.finfo(dtype).min / 4
+
+
+def _ring(begin: int, end: int, size: int) -> list[slice]:
+    """Where ``begin`` to ``end`` lie in a ring of that size, at most once round."""
+    begin = max(begin, end - size)
+    start, stop = begin % size, begin % size + end - begin
+    return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
+
+
+def check_bank_sizes(bank_size: int, query_bank_size: int | None, least: int = 0) -> None:
+    """Refuse sizes that there are no banks of.
+
+    Raises:
+        ConfigError: naming the setting, its value and the way out.
+    """
+    if not isinstance(bank_size, int) or bank_size < least:
+        raise ConfigError(f"bank_size must be a whole number of at least {least}, got {bank_size!r}")
+    if query_bank_size not in (None, 0, bank_size):
+        raise ConfigError(
+            f"query_bank_size must be 0 (no query bank) or that of the passages, {bank_size}, got {query_bank_size!r}"
         )
 
 
@@ -399,14 +466,10 @@ def check_embeddings(
     Raises:
         ValueError: naming the argument, its shape and the shape it should have.
     """
-    if queries.ndim != 2 or passages.ndim != 2:
+    if queries.ndim != 2 or queries.shape != passages.shape:
+        shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
         raise ValueError(
-            f"queries and passages must be (n, d) matrices, got {tuple(queries.shape)} and {tuple(passages.shape)}"
-        )
-    if queries.shape != passages.shape:
-        raise ValueError(
-            f"queries {tuple(queries.shape)} and passages {tuple(passages.shape)} must have the same shape: row i of "
-            "passages is the positive of row i of queries"
+            f"queries and passages must have the same shape (n, d), a positive for each query, got {shapes}"
         )
     n, d = queries.shape
     if n == 0 and not may_be_empty:
@@ -415,15 +478,10 @@ def check_embeddings(
         raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")
     if negative_ids is not None and negatives is None:
         raise ValueError("negative_ids came without negatives")
-    shapes = {
-        "query_ids": (query_ids, (n,)),
-        "passage_ids": (passage_ids, (n,)),
-        "negative_ids": (negative_ids, (n, 0 if negatives is None else negatives.shape[1])),
-    }
-    for name, (ids, shape) in shapes.items():
-        if ids is None:
-            continue
-        if tuple(ids.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(ids.shape)}")
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name} must be int64, got {ids.dtype}")
+    h = 0 if negatives is None else negatives.shape[1]
+    ids = {"query_ids": (query_ids, (n,)), "passage_ids": (passage_ids, (n,)), "negative_ids": (negative_ids, (n, h))}
+    for name, (value, shape) in ids.items():
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+        if value is not None and value.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} must be int64, got {value.dtype}")

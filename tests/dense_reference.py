@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+
+from contaccum import BankedInfoNCE
 
 
 def dense_loss(
@@ -39,16 +43,82 @@ def dense_loss(
     return losses.sum() / (local_rows if normalize_by == "local" else len(losses))
 
 
-def brute_force_mask(
-    row_query_ids: list[int],
-    positives: list[int],
-    column_passage_ids: list[int],
-    known: list[tuple[int, int]],
-) -> Tensor:
-    """True where a column other than the row's own positive holds a passage known as a positive of the row's query."""
-    mask = torch.zeros(len(row_query_ids), len(column_passage_ids), dtype=torch.bool)
-    for i, query in enumerate(row_query_ids):
-        for j, passage in enumerate(column_passage_ids):
-            if j != positives[i] and (query, passage) in known:
-                mask[i, j] = True
+def masked_columns(rows: Tensor, positives: list[int], columns: Tensor, table: set[tuple[int, int]]) -> Tensor:
+    """True where a column other than a row's own holds its passage again, came with its query, or is in the table.
+
+    Args:
+        rows: int64 (r, 2): the ids of each row's query and of its passage.
+        columns: int64 (c, 2): the id of the query that a column came with (-1 for hard negatives), and its own.
+        table: pairs of ids below 100, as all ids are.
+    """
+    known = torch.zeros(100, 100, dtype=torch.bool)
+    for query, passage in table:
+        known[query, passage] = True
+    mask = (rows[:, None] == columns).any(2) | known[rows[:, :1], columns[:, 1]]
+    mask[torch.arange(len(rows)), positives] = False
     return mask
+
+
+@dataclass
+class History:
+    """All pairs that a loss has seen, as it saw them: from these, and not from its sums, comes the dense loss."""
+
+    loss_fn: BankedInfoNCE
+    table: set[tuple[int, int]] = field(default_factory=set)
+    pairs: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (d,), (1 + h, d), ids
+
+    def dense(self, inputs: list[Tensor], ids: list[Tensor]) -> Tensor:
+        """The dense loss of a micro-batch against the pairs in use, with gradients as drift compensation has them."""
+        fn, bank = self.loss_fn, self.loss_fn.bank
+        n, d = inputs[0].shape
+        units = [normalize(x, dim=-1) if fn.similarity == "cos" else x * 1 for x in inputs]
+        queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
+        passages, moved = units[1].detach(), None
+        used = [] if bank is None else self.pairs[bank.first :]
+        if fn.drift_compensation == "auto" and bank is not None and bank.aged:
+            for part in (queries, columns):
+                if part.numel() > d:  # a mean over one would leave nothing
+                    part.register_hook(lambda g: g - g.reshape(-1, d).mean(0))
+        if fn.passage_mean is not None and fn.query_mean is not None:
+            mean = fn.passage_mean.mean if fn.probe is not None else fn.passage_mean.after(passages)[0]
+            columns = columns - mean.to(columns)
+            slots = torch.arange(bank.first, bank.pairs) % bank.slots
+            moved = (fn.query_mean.mean - bank.origins[slots // bank.note]).to(columns) if bank.has_queries else None
+        width = columns.shape[1]
+        rows = [queries, *(q[None].to(queries) for q, _, _ in used if bank.has_queries)]
+        parts = [columns.reshape(-1, d), *(c.to(columns) for _, c, _ in used)]
+        starts = torch.tensor([0, *(len(c) for _, c, _ in used)]).cumsum(0)[:-1] + n * width
+        positives = [*range(0, n * width, width), *(starts.tolist() if bank is not None and bank.has_queries else [])]
+        moved = None if moved is None else torch.cat([torch.zeros_like(queries), moved])
+        masked = None
+        if ids:
+            about = [*self._ids(ids), *(i for _, _, i in used)]
+            columns_of = torch.cat([torch.stack([torch.full_like(i[1:], -1), i[1:]], dim=1) for i in about])
+            columns_of[[*range(0, n * width, width), *starts.tolist()], 0] = torch.stack([i[0] for i in about])
+            rows_of = torch.stack([i[:2] for i in about])[: len(positives)]
+            masked = masked_columns(rows_of, positives, columns_of, self.table)
+        return dense_loss(rows, parts, positives, n, fn.temperature, "dot", fn.normalize_by, masked, moved)
+
+    def add(self, inputs: list[Tensor], ids: list[Tensor]) -> None:
+        """Note a micro-batch that the loss has enqueued by now."""
+        fn = self.loss_fn
+        units = [normalize(x.detach(), dim=-1) if fn.similarity == "cos" else x.detach() for x in inputs]
+        columns = torch.cat([units[1][:, None], *units[2:]], dim=1)
+        if not fn.bank_hard_negatives:
+            columns = columns[:, :1]
+        if fn.passage_mean is not None:
+            columns = columns - fn.passage_mean.mean
+        known = self._ids(ids)[:, : 1 + columns.shape[1]] if ids else [torch.empty(0)] * len(columns)
+        self.pairs += list(zip(units[0], columns, known, strict=True))
+
+    @staticmethod
+    def _ids(ids: list[Tensor]) -> Tensor:
+        """(n, 2 + h): of queries, passages and hard negatives."""
+        return torch.cat([ids[0][:, None], ids[1][:, None], *ids[2:]], dim=1)
+
+
+def errors(value: Tensor, tensors: list[Tensor], true_value: Tensor, true: list[Tensor]) -> tuple[float, float]:
+    """Relative errors of a loss and of its gradient."""
+    gradient, exact = (torch.cat([x.grad.flatten().double() for x in each]) for each in (tensors, true))
+    loss_error = abs(value.item() - true_value.item()) / max(1.0, abs(true_value.item()))
+    return loss_error, ((gradient - exact).norm() / exact.norm()).item()
