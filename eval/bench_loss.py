@@ -83,7 +83,7 @@ def compare(size: str, drift: str, trees: dict[str, Path], args: argparse.Namesp
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """``milliseconds``: median CPU time of forward, backward and enqueue; ``peak_mb``: what bank and micro-steps take."""
+    """``milliseconds``: median CPU time of forward, backward, enqueue; ``peak_mb``: what bank and micro-steps take."""
     import torch
 
     from contaccum import BankedInfoNCE
