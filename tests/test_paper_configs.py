@@ -28,7 +28,7 @@ def test_a_recipe_is_taken_and_says_what_the_paper_says(data: str, memory: str, 
     model, source, args = parse([str(path)])
     assert args.method == method and args.pairs_per_micro_batch == PAIRS[memory]
     assert args.total_train_batch_size == (PAIRS[memory] if method == "in_batch" else 128)
-    assert args.bank_size == (BANKS[data] if method == "contaccum" else 0)
+    assert args.bank_size == (BANKS[data] if method == "contaccum" else None)
     assert (args.num_train_epochs, args.warmup_steps) == (EPOCHS[data], 1237)
     assert (args.learning_rate, args.adam_epsilon, args.weight_decay, args.max_grad_norm) == (2e-5, 1e-8, 0.0, 2.0)
     assert (args.similarity, args.temperature, model.tied, model.pooling) == ("dot", 1.0, False, "cls")

@@ -32,7 +32,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     from contaccum.data import RecordReport, count_roughly
     from contaccum.files import redact
-    from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts, source_file
+    from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
     from contaccum.retrieval.store import StoreWriter, check_folder
 
     # What cannot be read or written is refused before a model is loaded.
@@ -50,7 +50,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     report, started, encoded = RecordReport(args.on_bad_record), time.perf_counter(), 0
     hidden = args.no_progress or rank > 0
-    total = None if hidden else -(-count_roughly(source_file(args.corpus, args.kind)) // ranks)
+    total = None if hidden or args.kind == "query" else count_roughly(args.corpus) // ranks
     # Batches come longest first, so that the speed of the last moment says little: the bar shows the mean.
     with tqdm(total=total, unit=f" {args.kind}s", desc="Encoding", smoothing=0, disable=hidden) as bar:
 
@@ -68,9 +68,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         finished = writer.fill(texts, encode, rank, ranks, on_found=bar.update)
     if rank == 0:
         print(report.summary())
-    speed = f", {encoded / (time.perf_counter() - started):,.0f} a second" if encoded else ""
     end = f"written: {args.output} ({report.used:,} rows)" if finished else "other ranks are still at work"
-    print(f"{encoded:,} encoded{f' by rank {rank}' if ranks > 1 else ''}{speed}; {end}")
+    print(f"{encoded:,} encoded by rank {rank}, {encoded / (time.perf_counter() - started):,.0f} a second; {end}")
     return 0
 
 

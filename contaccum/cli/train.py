@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from contaccum.errors import UserError
@@ -48,7 +47,6 @@ def run(argv: Sequence[str]) -> int:
         data_sets=data.records(),
         evaluator=evaluator,
     )
-    trainer.config_beside = {**asdict(model_args), **asdict(data_args)}
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():

@@ -82,7 +82,7 @@ def make_jobs(plan: Plan, evaluation: Evaluation, sets: Sequence[Mapping[str, An
     for seed in plan.seeds:
         for group in plan.groups.values():
             _, data, args = group.parsed
-            read = str((data, args.topic_column, args.refresh_negatives_every))  # all that decides what is read
+            read = str((data, args.refresh_negatives_every))  # all that decides what is read
             if read not in train_data:
                 train_data[read] = load_data(data, args).fingerprint
             own = folder / group.run(seed)
@@ -233,7 +233,7 @@ def _score(trainer: ContAccumTrainer, evaluation: Evaluation, similarity: Any) -
 
 def _data_order(args: Any, data: Any) -> str:
     """Equal for runs whose updates hold the same pairs: epoch and seed decide, unless batches are composed by size."""
-    composed = args.groups_by_length or args.avoids_duplicates or args.own_batch_sampler or args.topic_column
+    composed = args.avoids_duplicates or args.own_batch_sampler
     size = args.per_device_train_batch_size if composed or isinstance(data.dataset, dict) else None
     return fingerprint(data.fingerprint, args.order_seed, size)
 

@@ -13,13 +13,18 @@ from contaccum.data.beir import (
     resolve_beir_data,
     shipped_scifact,
 )
-from contaccum.data.columns import Record, parse_columns
-from contaccum.data.dataset import TrainingData, load_training_data
+from contaccum.data.dataset import (
+    TrainingData,
+    TrainingSet,
+    TrainingSets,
+    load_training_data,
+    load_training_sets,
+    parse_training_sets,
+)
 from contaccum.data.questions import Passage, Questions, count_roughly, load_questions, read_passages
-from contaccum.data.readers import DATA_FORMATS, read_records, sniff_format
-from contaccum.data.records import BadRecord, RecordReport, passage_text
+from contaccum.data.readers import DATA_FORMATS, Record, parse_columns, read_records, sniff_format
+from contaccum.data.records import RecordReport, passage_text
 from contaccum.data.sampling import EpochSampling, Selection, samplings_of
-from contaccum.data.sets import TrainingSet, TrainingSets, load_training_sets, parse_training_sets
 
 __all__ = [
     "BEIR_NAMES",
@@ -27,7 +32,6 @@ __all__ = [
     "DATA_FORMATS",
     "NOT_PUBLIC",
     "PUBLIC_NAMES",
-    "BadRecord",
     "BeirDataset",
     "EpochSampling",
     "Passage",

@@ -13,10 +13,10 @@ import re
 import shutil
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from contaccum.data.records import (
     Fault,
@@ -35,10 +35,11 @@ from contaccum.data.records import (
 from contaccum.errors import DataError, closest
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder
 
-NOT_A_PAIR = "judgements of 0 or less, not a pair"
 SCORE = re.compile(r"[+-]?[0-9]{1,9}")  # nine digits fit every integer type that a metric may use
 _HEADER_STARTS = {"query-id", "query_id", "queryid", "qid", "query"}
 _LAYOUT = "a BEIR folder holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv, each plain or .gz"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def load_beir_folder(
         on_bad_record: "stop" or "skip". Leaving judgements out changes nDCG and recall.
         report: counts go here instead of into a new report; its own `on_bad_record` then holds.
         allow_empty_documents: published sets hold documents without title and text, and are scored with them; so
-            evaluation keeps them (and notes how many). False, for training: they are bad records.
+            evaluation keeps them. False, for training: they are bad records.
 
     Raises:
         DataError: a file or the split is missing, nothing usable is left, or a bad record under "stop".
@@ -95,7 +96,7 @@ def load_beir_folder(
     corpus_file, queries_file = beir_file(folder, "corpus.jsonl"), beir_file(folder, "queries.jsonl")
     qrels_file = split_file(folder, split)
     corpus = read_corpus(corpus_file, report, allow_empty_documents)
-    asked = _read_queries(queries_file, report)
+    asked = _by_id(queries_file, lambda record: filled_text_of(record.get("text"), "text"), report, "queries")
     qrels = _read_qrels(qrels_file, report, asked, corpus)
     queries = {query_id: asked[query_id] for query_id in qrels}
     content = Fingerprint()
@@ -109,16 +110,13 @@ def load_beir_folder(
     return BeirDataset(folder.resolve().name, corpus, queries, qrels, split, content.hex(), folder, report)
 
 
-def read_judged_pairs(
-    folder: Path, split: str, report: RecordReport, title_separator: str
-) -> Iterator[tuple[str, list[str]]]:
+def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str]]]:
     """(query, positives) for each query that a split judges above 0. The corpus is held in memory."""
     data = load_beir_folder(folder, split, report=report, allow_empty_documents=False)
     for query_id, judged in data.qrels.items():
-        documents = [data.corpus[document_id] for document_id, score in judged.items() if score > 0]
-        report.note(NOT_A_PAIR, len(judged) - len(documents))
-        if documents:
-            yield data.queries[query_id], [passage_text(d["title"], d["text"], title_separator) for d in documents]
+        positives = [passage_text(**data.corpus[document]) for document, score in judged.items() if score > 0]
+        if positives:
+            yield data.queries[query_id], positives
 
 
 def read_corpus(path: Path, report: RecordReport, allow_empty: bool) -> dict[str, dict[str, str]]:
@@ -127,21 +125,15 @@ def read_corpus(path: Path, report: RecordReport, allow_empty: bool) -> dict[str
     Raises:
         DataError: the file cannot be used, a bad record under "stop", or no document is left.
     """
-    corpus: dict[str, dict[str, str]] = {}
 
-    def document(record: dict[str, Any]) -> tuple[str, dict[str, str]]:
-        document_id = _new_id(record, corpus)
+    def document(record: dict[str, Any]) -> dict[str, str]:
         text = text_of(record.get("text"), "text")
         title = "" if record.get("title") is None else text_of(record["title"], "title")
         if not (allow_empty or passage_text(title, text)):
-            raise Fault("empty document", quoted(document_id))
-        return document_id, {"title": title, "text": text}
+            raise Fault("empty document", quoted(record["_id"]))
+        return {"title": title, "text": text}
 
-    for _, (document_id, found) in take(path, read_json_lines(path), document, report):
-        corpus[document_id] = found
-        report.note("empty documents kept", not passage_text(**found))
-    report.refuse_if_nothing_left(path, len(corpus), "documents")
-    return corpus
+    return _by_id(path, document, report, "documents")
 
 
 def is_beir_folder(path: AnyPath) -> bool:
@@ -155,28 +147,22 @@ def beir_file(folder: Path, name: str) -> Path:
     Raises:
         DataError: the folder or the file is missing; the message tells which.
     """
-    if not folder.exists():
-        raise DataError(one_line(f"{folder}: no such folder (check the path; {_LAYOUT})"))
-    if not folder.is_dir():
-        raise DataError(one_line(f"{folder}: is a file, a folder is expected ({_LAYOUT})"))
     for candidate in (folder / name, folder / f"{name}.gz"):
         if candidate.exists():
             return candidate
-    raise DataError(one_line(f"{folder / name}: no such file ({_LAYOUT})"))
+    what = "no such file" if folder.is_dir() else "no such folder"
+    what = "is a file, a folder is expected" if folder.is_file() else what
+    raise DataError(one_line(f"{folder / name if folder.is_dir() else folder}: {what} ({_LAYOUT})"))
 
 
 def split_file(folder: Path, split: str) -> Path:
-    """The path of the qrels of a split, plain or .gz.
-
-    Raises:
-        DataError: the folder has no such split; the message names those that it has.
-    """
-    for candidate in (folder / "qrels" / f"{split}.tsv", folder / "qrels" / f"{split}.tsv.gz"):
-        if candidate.is_file():
-            return candidate
-    names = {re.sub(r"\.tsv(\.gz)?$", "", path.name) for path in folder.glob("qrels/*.tsv*")}
-    there = f"it has: {', '.join(sorted(names))}" if names else "it has none"
-    raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; {there} ({_LAYOUT})"))
+    """The path of the qrels of a split; raises `DataError` where there is none, naming the splits there are."""
+    try:
+        return beir_file(folder, f"qrels/{split}.tsv")
+    except DataError:
+        names = sorted({path.name.split(".tsv")[0] for path in folder.glob("qrels/*.tsv*")})
+        there = f"it has: {', '.join(names)}" if names else "it has none"
+        raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; {there} ({_LAYOUT})")) from None
 
 
 def judged_queries(folder: Path, split: str) -> set[str]:
@@ -192,23 +178,20 @@ def judged_queries(folder: Path, split: str) -> set[str]:
     return found
 
 
-def _new_id(record: dict[str, Any], known: dict[str, Any]) -> str:
-    identifier = identifier_of(record.get("_id"), "_id")
-    if identifier in known:
-        raise Fault("duplicate _id", quoted(identifier), "keep one record for each _id")
-    return identifier
+def _by_id(path: Path, parse: Callable[[dict[str, Any]], T], report: RecordReport, what: str) -> dict[str, T]:
+    """{_id: parsed record} of a file of JSON lines; an id that occurs again is a bad record."""
+    found: dict[str, T] = {}
 
+    def one(record: dict[str, Any]) -> tuple[str, T]:
+        identifier = identifier_of(record.get("_id"), "_id")
+        if identifier in found:
+            raise Fault("duplicate _id", quoted(identifier), "keep one record for each _id")
+        return identifier, parse(record)
 
-def _read_queries(path: Path, report: RecordReport) -> dict[str, str]:
-    queries: dict[str, str] = {}
-
-    def query(record: dict[str, Any]) -> tuple[str, str]:
-        return _new_id(record, queries), filled_text_of(record.get("text"), "text")
-
-    for _, (query_id, text) in take(path, read_json_lines(path), query, report):
-        queries[query_id] = text
-    report.refuse_if_nothing_left(path, len(queries), "queries")
-    return queries
+    for _, (identifier, value) in take(path, read_json_lines(path), one, report):
+        found[identifier] = value
+    report.refuse_if_nothing_left(path, len(found), what)
+    return found
 
 
 def _without_header(lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -317,10 +300,6 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
         if not folder.is_dir():
             _fetch(name, folder)
         folder = folder / forum
-    if not is_beir_folder(folder) and any(is_beir_folder(folder / forum) for forum in CQADUPSTACK_FORUMS):
-        raise DataError(
-            one_line(f"{folder}: holds several data sets (pass one sub-folder, such as {folder / 'android'})")
-        )
     beir_file(folder, "corpus.jsonl")
     beir_file(folder, "queries.jsonl")
     split_file(folder, split)
@@ -357,10 +336,8 @@ def _fetch(name: str, folder: Path) -> None:
             reason = f"{type(error).__name__}: {error}"[:200]
             raise DataError(one_line(f"{name}: could not be downloaded from {url}: {reason} ({instead})")) from error
         if content.hexdigest() != ARCHIVE_MD5[name]:
-            what = (
-                f"has the MD5 checksum {content.hexdigest()} and not {ARCHIVE_MD5[name]}, so it is not BEIR's archive"
-            )
-            raise DataError(one_line(f"{name}: what came from {url} {what} (try again later, or {instead})"))
+            what = f"MD5 checksum {content.hexdigest()} is not that of BEIR's archive, {ARCHIVE_MD5[name]}"
+            raise DataError(one_line(f"{name}: of what came from {url} the {what} (try again later, or {instead})"))
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(part)  # which never leaves the folder, whatever names the archive holds
         archive.unlink()

@@ -23,6 +23,7 @@ from contaccum.data.records import (
     first_bytes,
     identifier_of,
     open_data_file,
+    parquet_rows,
     passage_text,
     quoted,
     read_json_array,
@@ -31,7 +32,6 @@ from contaccum.data.records import (
     take,
     text_of,
 )
-from contaccum.data.tables import parquet_rows
 from contaccum.files import AnyPath, Fingerprint
 
 _IDS, _TEXTS = ("_id", "id", "docid", "doc_id", "pid", "passage_id"), ("text", "passage", "contents")
@@ -67,7 +67,7 @@ def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
     path = _corpus_file(path)
     start = first_bytes(path)
     if start.startswith(b"PAR1"):
-        rows = parquet_rows(path, lambda names, where: [name for name in names if name in _HEADER_WORDS])
+        rows = parquet_rows(path, lambda names: [name for name in names if name in _HEADER_WORDS])
     else:
         rows = read_json_lines(path) if start.startswith(b"{") else _tab_separated(path)
     return (passage for _, passage in take(path, rows, _passage, report))

@@ -1,12 +1,13 @@
 """Records of data files: opened one way, read one at a time, and none lost without a word.
 
-Plain or gzip, UTF-8 with or without a byte-order mark, LF or CRLF. A bad record is either the one line that stops the
-run or a counted entry of the report: records seen = used + reported. What a record must hold is for readers to say:
-they raise `Fault`, and this module makes one or the other of it.
+Rows of text, JSON, csv and parquet; text plain or gzip, UTF-8 with or without a byte-order mark, LF or CRLF. A bad
+record is either the one line that stops the run or counted in the report: records seen = used + reported. What a record
+must hold is for readers to say: they raise `Fault`, and this module makes one or the other of it.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -16,8 +17,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import IO, Any, Literal, NoReturn, TypeVar
 
 from contaccum.errors import DataError, check_choice
 from contaccum.files import AnyPath
@@ -25,10 +27,9 @@ from contaccum.files import AnyPath
 OnBadRecord = Literal["stop", "skip"]
 ON_BAD_RECORD: tuple[OnBadRecord, ...] = ("stop", "skip")
 
-ENTRIES = 10_000  # a file of nothing but bad records must not fill the memory; the counts stay exact
-LONGEST_LINE = 1 << 26  # characters: nor must a file without line ends
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, zlib.error)
+_BATCH = 1000  # rows of Arrow in memory at a time
 
 T = TypeVar("T")
 
@@ -47,54 +48,32 @@ class Fault(Exception):
         self.reason, self.detail, self.mend = reason, detail, mend
 
 
-class BadRecord(NamedTuple):
-    """One record that was left out: the file, its line (or row, or number) from 1, and the kind of fault."""
-
-    file: str
-    line: int
-    reason: str
-
-
+@dataclass
 class RecordReport:
     """What became of every record: seen = used + reported.
 
-    Args:
-        on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves bad records out and counts them.
-
     Attributes:
+        on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves bad records out and counts them.
         seen, used, reported: numbers of records. A blank line and the header of a table are no records.
-        entries: the first `ENTRIES` bad records as `BadRecord`.
-        by_reason, by_file: bad records for each reason and each file; these are complete.
-        notes: records for each remark that is no fault (a pair that occurs twice, for example).
+        by_reason: how many were reported for each reason.
+        first: where the first of these is.
 
     Raises:
         ConfigError: `on_bad_record` is neither.
     """
 
-    def __init__(self, on_bad_record: OnBadRecord = "stop") -> None:
-        check_choice("on_bad_record", on_bad_record, ON_BAD_RECORD)
-        self.on_bad_record = on_bad_record
-        self.seen = self.used = self.reported = 0
-        self.entries: list[BadRecord] = []
-        self.by_reason: Counter[str] = Counter()
-        self.by_file: Counter[str] = Counter()
-        self.notes: Counter[str] = Counter()
+    on_bad_record: OnBadRecord = "stop"
+    seen: int = 0
+    used: int = 0
+    reported: int = 0
+    by_reason: Counter[str] = field(default_factory=Counter)
+    first: str | None = None
 
-    def see(self, count: int = 1) -> None:
-        """Count records of the input; each must then be accepted or rejected."""
-        self.seen += count
+    def __post_init__(self) -> None:
+        check_choice("on_bad_record", self.on_bad_record, ON_BAD_RECORD)
 
-    def accept(self, count: int = 1) -> None:
-        """Count records as used."""
-        self.used += count
-
-    def note(self, remark: str, count: int = 1) -> None:
-        """Count records that were used but deserve a remark."""
-        if count:
-            self.notes[remark] += count
-
-    def reject(self, file: AnyPath, line: int, fault: Fault, count: int = 1) -> None:
-        """Stop at a bad record, or leave it out and count it; `count` of them where one fault takes several.
+    def reject(self, file: AnyPath, line: int, fault: Fault) -> None:
+        """Stop at a bad record, or leave it out and count it.
 
         Raises:
             DataError: under "stop"; one line, `FILE:LINE: what is wrong (the mend)`.
@@ -102,37 +81,30 @@ class RecordReport:
         if self.on_bad_record == "stop":
             mend = f"{fault.mend}, or leave such records out with --on_bad_record skip"
             raise broken(file, line, Fault(fault.reason, fault.detail, mend)) from None
-        self.leave_out(file, fault.reason, count)
-        if len(self.entries) < ENTRIES:
-            self.entries.append(BadRecord(str(file), line, fault.reason))
+        self.leave_out(f"{file}:{line}", fault.reason)
 
-    def leave_out(self, file: AnyPath, reason: str, count: int = 1) -> None:
+    def leave_out(self, where: AnyPath, reason: str, count: int = 1) -> None:
         """Count records as reported that nothing may be wrong with."""
         self.reported += count
         self.by_reason[reason] += count
-        self.by_file[str(file)] += count
+        self.first = self.first or str(where)
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold, for `restore`."""
-        entries = [list(entry) for entry in self.entries]
-        return {name: value for name, value in vars(self).items() if name != "on_bad_record"} | {"entries": entries}
+        return dict(vars(self))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what `to_dict` gave."""
+        """Take the counts of what `to_dict` gave."""
         self.seen, self.used, self.reported = state["seen"], state["used"], state["reported"]
-        self.entries = [BadRecord(*entry) for entry in state["entries"]]
-        self.by_reason, self.by_file, self.notes = (Counter(state[name]) for name in ("by_reason", "by_file", "notes"))
+        self.by_reason, self.first = Counter(state["by_reason"]), state["first"]
 
     def summary(self) -> str:
         """One line: how many records were seen, used and left out, why, and where the first one is."""
-        parts = [f"{self.seen} records: {self.used} used, {self.reported} left out"]
+        text = f"{self.seen} records: {self.used} used, {self.reported} left out"
         if self.reported:
-            parts[0] += f" ({', '.join(f'{n} {reason}' for reason, n in self.by_reason.most_common())})"
-            if len(self.by_file) > 1:
-                parts.append("by file: " + ", ".join(f"{name} {n}" for name, n in self.by_file.items()))
-            parts += [f"first: {entry.file}:{entry.line}" for entry in self.entries[:1]]
-        parts += [f"{remark}: {n}" for remark, n in self.notes.items()]
-        return one_line("; ".join(parts))
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.by_reason.most_common())
+            text += f" ({reasons}; first: {self.first})"
+        return one_line(text)
 
     def refuse_if_nothing_left(self, where: AnyPath, left: int, what: str) -> None:
         """Raise `DataError` when `left`, the number of usable `what`, is 0: an empty run helps nobody."""
@@ -161,11 +133,15 @@ def broken(file: AnyPath, line: int, fault: Fault) -> DataError:
     return DataError(one_line(f"{file}:{line}: {what} ({fault.mend})"))
 
 
-def passage_text(title: str, text: str, title_separator: str = " ") -> str:
-    """(title + separator + text).strip(), as BEIR's encoders join them; no separator beside an empty half."""
-    if not title.strip():
-        return text.strip()
-    return (title + title_separator + text).strip() if text.strip() else title.strip()
+def name_of(path: AnyPath) -> str:
+    """The name of a file without its extension, of a folder, or of a dataset of the hub."""
+    # resolve(), so that "." has a name too.
+    return re.sub(r"(\.(jsonl|ndjson|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)
+
+
+def passage_text(title: str, text: str) -> str:
+    """Title, space, text, as BEIR's encoders join them; no space beside an empty half."""
+    return f"{title} {text}".strip() if title.strip() and text.strip() else (title + text).strip()
 
 
 def text_of(value: object, what: str) -> str:
@@ -205,13 +181,6 @@ def identifier_of(value: object, what: str) -> str:
     return str(value)
 
 
-def object_of(value: object) -> dict[str, Any]:
-    """`value` if it is a JSON object; raises `Fault`."""
-    if not isinstance(value, dict):
-        raise Fault("not a JSON object", f"found {quoted(value)}", "write one {...} for each record")
-    return value
-
-
 # Rows of files: (line or number from 1, what is there, or the `Fault` of it) ------------------------------------------
 
 
@@ -224,7 +193,7 @@ def take(
         DataError: a bad record under "stop".
     """
     for line, row in rows:
-        report.see()
+        report.seen += 1
         try:
             if isinstance(row, Fault):
                 raise row
@@ -232,7 +201,7 @@ def take(
         except Fault as fault:
             report.reject(path, line, fault)
             continue
-        report.accept()
+        report.used += 1
         yield line, value
 
 
@@ -256,48 +225,20 @@ def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:
 
 
 def first_bytes(path: AnyPath) -> bytes:
-    """Some 64 KB of a file, unpacked, from its first character that is not blank; less where the file breaks off."""
-    head = b""
+    """Up to 64 KB of a file, unpacked, from its first character that is not blank; none where it breaks off there."""
     with open_data_file(path) as file, suppress(*UNREADABLE):  # the reader meets the same damage and can name its line
-        while len(head) < 1 << 16 and (piece := file.read1(1 << 16)):
-            head = head + piece if head.strip() else piece.removeprefix(BYTE_ORDER_MARK)
-    return head.lstrip()
+        return file.read1(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip()
+    return b""
 
 
-def open_text(file: gzip.GzipFile | IO[bytes]) -> io.TextIOWrapper:
-    """The text of an open file; bytes that are not UTF-8 become characters that `checked_line` refuses."""
+def refuse_empty(path: AnyPath) -> NoReturn:
+    """Raise `DataError`: an empty file is never what was meant, whatever `on_bad_record` says."""
+    raise DataError(one_line(f"{path}: the file is empty (get it again, or name another)"))
+
+
+def _open_text(file: gzip.GzipFile | IO[bytes]) -> io.TextIOWrapper:
+    # Bytes that are not UTF-8 become characters that `checked_line` refuses.
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
-
-
-def read_lines(path: AnyPath) -> Iterator[tuple[int, Any]]:
-    """(line number, text without its line end) of every line that is not blank; a file that breaks off is one `Fault`.
-
-    Raises:
-        DataError: the file is missing, a directory or empty, or a line has more than `LONGEST_LINE` characters.
-    """
-    line, anything = 0, False
-    with open_data_file(path) as file:
-        text = open_text(file)
-        while True:
-            try:
-                content = text.readline(LONGEST_LINE)
-            except UNREADABLE as error:
-                yield line + 1, breaks_off(error)
-                return
-            line += 1
-            if len(content) >= LONGEST_LINE:
-                what = Fault("line too long", f"{LONGEST_LINE} characters", "write one record a line")
-                raise broken(path, line, what)
-            if not content:
-                break
-            if content.strip():
-                anything = True
-                try:
-                    yield line, checked_line(content)
-                except Fault as fault:
-                    yield line, fault
-    if not anything:
-        refuse_empty(path)
 
 
 _NOT_TEXT = re.compile("[\0\udc80-\udcff]")
@@ -311,14 +252,49 @@ def checked_line(text: str) -> str:
     return text.rstrip("\r\n")
 
 
-def breaks_off(error: BaseException) -> Fault:
-    """The fault of a file that cannot be read to its end."""
+def _breaks_off(error: BaseException) -> Fault:
     return Fault("the file breaks off", str(error), "get the file again: it is damaged or incomplete")
 
 
-def refuse_empty(path: AnyPath) -> NoReturn:
-    """Raise `DataError`: an empty file is never what was meant, whatever `on_bad_record` says."""
-    raise DataError(one_line(f"{path}: the file is empty (get it again, or name another)"))
+def _or_fault(parse: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return parse(value)
+    except Fault as fault:
+        return fault
+
+
+def read_lines(path: AnyPath) -> Iterator[tuple[int, Any]]:
+    """(line number, text without its line end) of every line that is not blank; a file that breaks off is one `Fault`.
+
+    Raises:
+        DataError: the file is missing, a directory or empty.
+    """
+    line, anything = 0, False
+    with open_data_file(path) as file:
+        try:
+            for line, text in enumerate(_open_text(file), start=1):
+                if text.strip():
+                    anything = True
+                    yield line, _or_fault(checked_line, text)
+        except UNREADABLE as error:
+            yield line + 1, _breaks_off(error)
+            return
+    if not anything:
+        refuse_empty(path)
+
+
+def read_json_lines(path: AnyPath) -> Iterator[tuple[int, Any]]:
+    """(line number, object) of a file with one JSON object a line; raises as `read_lines`."""
+    for line, text in read_lines(path):
+        yield line, text if isinstance(text, Fault) else _or_fault(_json_object, text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return _object(_STRICT_JSON.decode(text))
+    # ValueError is broken JSON, NaN, or an integer too long to read; RecursionError is very deep nesting.
+    except (ValueError, RecursionError) as error:
+        raise Fault("broken JSON", str(error)) from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -328,16 +304,10 @@ def _refuse_constant(name: str) -> NoReturn:
 _STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def read_json_lines(path: AnyPath) -> Iterator[tuple[int, Any]]:
-    """(line number, object) of a file with one JSON object a line; raises as `read_lines`."""
-    for line, text in read_lines(path):
-        try:
-            yield line, text if isinstance(text, Fault) else object_of(_STRICT_JSON.decode(text))
-        except Fault as fault:
-            yield line, fault
-        # ValueError is broken JSON, NaN, or an integer too long to read; RecursionError is very deep nesting.
-        except (ValueError, RecursionError) as error:
-            yield line, Fault("broken JSON", str(error))
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Fault("not a JSON object", f"found {quoted(value)}", "write one {...} for each record")
+    return value
 
 
 def read_json_array(path: AnyPath) -> Iterator[tuple[int, Any]]:
@@ -349,29 +319,108 @@ def read_json_array(path: AnyPath) -> Iterator[tuple[int, Any]]:
     """
     import ijson
 
-    start, number = first_bytes(path), 0
+    number = 0
     with open_data_file(path) as file:
         try:
-            if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
-                file.seek(0)
-            if not start:
-                refuse_empty(path)
-            if not start.startswith(b"["):
-                raise DataError(one_line(f"{path}:1: not a JSON array (write [...] around it)"))
+            if file.peek(3).startswith(BYTE_ORDER_MARK):
+                file.read(3)
             for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
-                try:
-                    yield number, object_of(value)
-                except Fault as fault:
-                    yield number, fault
+                yield number, _or_fault(_object, value)
         except (ijson.JSONError, *UNREADABLE) as error:
-            reason = "broken JSON" if isinstance(error, ijson.JSONError) else "the file breaks off"
+            if not first_bytes(path):
+                refuse_empty(path)
             what = error.args[0] if error.args else ""
             what = (what.decode("utf-8", "replace") if isinstance(what, bytes) else str(error)).split("\n")[0]
             mend = "get the file again: nothing after the break can be read"
-            raise broken(path, number + 1, Fault(f"{reason} in record {number + 1}", what, mend)) from error
+            raise broken(path, number + 1, Fault("broken JSON, or the file breaks off", what, mend)) from error
 
 
-def name_of(path: AnyPath) -> str:
-    """The name of a file without its extension, of a folder, or of a dataset of the hub."""
-    # resolve(), so that "." has a name too.
-    return re.sub(r"(\.(jsonl|ndjson|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)
+def csv_rows(path: AnyPath) -> Iterator[tuple[int, Any]]:
+    """(line on which it starts, row) of a table with a header, split at comma, semicolon or tab; a blank cell is None.
+
+    Raises:
+        DataError: the file is missing, a directory or empty, its header cannot be read, or a quote without an end takes
+            other lines along: which records they were, nobody can tell.
+    """
+    csv.field_size_limit(2**31 - 1)  # Python's own limit of 128 KB a cell guards against nothing here
+    mend = f"write {quoted(chr(34) * 2)} for a quote inside a quoted cell"
+    if not first_bytes(path):
+        refuse_empty(path)
+    start = 1
+    with open_data_file(path) as file:
+        lines = _open_text(file)
+        try:
+            delimiter, names = split_header(next(lines))
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
+            while True:
+                start = reader.line_num + 2
+                try:
+                    row = next(reader)
+                except csv.Error as error:
+                    if reader.line_num + 1 > start:
+                        which = f"lines {start} to {reader.line_num + 1} cannot be told apart"
+                        raise broken(path, start, Fault("broken quoting", which, mend)) from error
+                    yield start, Fault("broken quoting", str(error), mend)
+                    continue
+                if len(row) == len(names):
+                    yield start, _or_fault(lambda row: dict(zip(names, map(_cell, row), strict=True)), row)
+                elif any(cell.strip() for cell in row):
+                    detail = f"found {len(row)} where the header has {len(names)}"
+                    yield start, Fault("wrong number of columns", detail, "quote a cell that holds the delimiter")
+        except StopIteration:
+            return
+        except Fault as fault:
+            raise broken(path, 1, fault) from None
+        except UNREADABLE as error:
+            yield start, _breaks_off(error)
+
+
+def _cell(text: str) -> str | None:
+    return checked_line(text) if text.strip() else None
+
+
+def split_header(line: str) -> tuple[str, list[str]]:
+    """The delimiter of a header, and its names; raises `Fault` where it cannot be read."""
+    delimiter = max((",", ";", "\t"), key=line.count)
+    try:
+        names = [cell.strip() for cell in next(csv.reader([checked_line(line)], delimiter=delimiter, strict=True), [])]
+    except csv.Error as error:
+        raise Fault("the header cannot be read", str(error), "save it as csv, with LF or CRLF") from None
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Fault(f"two columns are called {quoted(twice)}", mend="rename one")
+    return delimiter, names
+
+
+def parquet_rows(path: AnyPath, wanted: Callable[[list[str]], list[str]]) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row) of a parquet file; of its columns, those that `wanted` chooses.
+
+    Raises:
+        DataError: the file is missing, a directory or empty, no parquet file, or a damaged one.
+    """
+    import pyarrow.parquet as pq
+
+    if not first_bytes(path):
+        refuse_empty(path)
+
+    def batches() -> Iterator[Any]:
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(_BATCH, columns=wanted(list(file.schema_arrow.names)))
+
+    return arrow_rows(path, batches())
+
+
+def arrow_rows(source: AnyPath, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row) of Arrow tables; raises `DataError` where they cannot be read."""
+    number = 0
+    try:
+        for table in batches:
+            # Arrow believes what a file says of itself, and ends the whole process where that is wrong.
+            table.validate(full=True)
+            for row in table.to_pylist():
+                number += 1
+                yield number, row
+    except Exception as error:  # Arrow's, the hub's and the network's have no common ancestor
+        mend = "get it again, or name its format with --data_format"
+        fault = Fault("damaged, or of another format", one_line(str(error))[:300] or type(error).__name__, mend)
+        raise broken(source, number + 1, fault) from error

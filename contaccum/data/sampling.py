@@ -8,7 +8,6 @@ of ranks, in whatever batch. The positives that a query has beside the sampled o
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from contaccum.data.readers import JUDGED, DataFormat, Source
-from contaccum.data.records import Fault, RecordReport, one_line
+from contaccum.data.records import Fault, RecordReport
 from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.files import AnyPath
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -36,10 +36,9 @@ TRIPLES = 30
 LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers takes for no text."""
 
-DROPPED = "too few hard negatives, dropped"
+TOO_FEW = "too few hard negatives"
 NONE_LISTED = "but no record has a negative (mine some with `contaccum mine`, or set num_hard_negatives to 0)"
 
-_RECENT = 1000  # passages of a stream that missing negatives are filled from
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
 
 
@@ -88,6 +87,16 @@ class Selection:
         positives = self.positives or ("all" if data_format in JUDGED else "draw")
         return replace(self, positives=positives, negatives_from=self.negatives_from or most)
 
+    def refuse(self, path: AnyPath, line: int, listed: int, report: RecordReport) -> None:
+        """Count a record that was used as left out, for it lists too few negatives; a bad one under "stop"."""
+        report.used -= 1
+        if self.missing_negatives == "drop":
+            report.leave_out(f"{path}:{line}", TOO_FEW)
+            return
+        mend = "lower num_hard_negatives, or set missing_negatives to fill"
+        found = f"{listed} where num_hard_negatives is {self.num_hard_negatives}"
+        report.reject(path, line, Fault(TOO_FEW, found, mend))
+
     def sample(
         self, rng: np.random.Generator, positives: Sequence[str], negatives: Sequence[str], which: int = 0
     ) -> tuple[str, list[str]]:
@@ -129,7 +138,6 @@ class EpochSampling:
         gives_ids: rows hold "label", the `text_ids` of their query, positive and negatives: where some are known, or
             where the rows of several sets meet.
         gives_numbers: it begins with the row's number, or is that alone.
-        topic_column: a column that rows do not hold.
     """
 
     def __init__(
@@ -145,7 +153,6 @@ class EpochSampling:
         self._records, self._selection, self._rows = records, selection, rows
         self.columns, self.known_positives = tuple(columns), known_positives
         self.gives_ids, self.gives_numbers = known_positives is not None, False
-        self.topic_column: str | None = None
         # In shared memory, where the workers of a loader read it: they are copies of this process, or began anew.
         self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -173,9 +180,9 @@ class EpochSampling:
         self._clock[1] = epoch
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Rows as lists by column, of batches of row numbers. Other columns stay, but for topics."""
+        """Rows as lists by column, of batches of row numbers. Other columns stay."""
         names = [name for name in batch if name in self.columns]
-        others = {name: values for name, values in batch.items() if name not in (*names, self.topic_column)}
+        others = {name: values for name, values in batch.items() if name not in names}
         if others and not {"query", "positive"} <= {*names}:
             raise ConfigError(
                 f"training data with the columns {', '.join(batch)}: what is sampled for a row belongs into query and "
@@ -230,12 +237,11 @@ class EpochSampling:
         query_id, *used = text_ids([query, positive, *given]).tolist()
         forbidden, found = {*used, *positives_of(query_id, self.known_positives)}, list(given)
         for _ in range(_TRIES):
-            drawn = self._read(rng.integers(len(self), size=wanted - len(found) + 2).tolist())
-            texts = [positives[which] for _, positives, _, which in drawn]
-            for text, key in zip(texts, text_ids(texts).tolist(), strict=True):
-                if key not in forbidden and len(found) < wanted:
-                    forbidden.add(key)
-                    found.append(text)
+            _, positives, _, which = self._read([int(rng.integers(len(self)))])[0]
+            key = int(text_ids([positives[which]])[0])
+            if key not in forbidden:
+                forbidden.add(key)
+                found.append(positives[which])
             if len(found) == wanted:
                 return found
         if not found:
@@ -247,19 +253,12 @@ class EpochSampling:
         return [found[place % len(found)] for place in range(wanted)]
 
 
-def as_rows(sampling: EpochSampling, topics: Any = None, topic_column: str | None = None) -> Dataset:
-    """A data set of N rows whose text columns hold row numbers, which `sampling` turns into texts when they are read.
-
-    Args:
-        topics: a column of N labels, to be called `topic_column`; it is never part of a row that is read.
-    """
+def as_rows(sampling: EpochSampling) -> Dataset:
+    """A data set of N rows whose text columns hold row numbers, turned into texts when rows are read."""
     import pyarrow as pa
     from datasets import Dataset
 
-    numbers = pa.array(np.arange(len(sampling)))
-    columns = dict.fromkeys(sampling.columns, numbers)  # one and the same buffer
-    if topic_column is not None:
-        sampling.topic_column, columns[topic_column] = topic_column, topics
+    columns = dict.fromkeys(sampling.columns, pa.array(np.arange(len(sampling))))  # one and the same buffer
     # Named, or datasets would copy and hash the table; nothing in memory is ever cached by its name.
     return Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows").with_transform(sampling)
 
@@ -303,7 +302,7 @@ def stream_rows(
     """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end.
 
     They are in an order that (seed, buffer_size) determine; `.skip(n)` goes on after the first n, which are then read
-    but not given. A negative that is missing is filled with the positive of a row read shortly before.
+    but not given. Rows to fill missing negatives from are not known.
 
     Args:
         report: of the pass that is being read.
@@ -320,6 +319,8 @@ def stream_rows(
             f"streaming=true with data_format=beir: {source.path}: its corpus would have to be held in memory. Drop "
             "streaming, or write its pairs as jsonl"
         )
+    if selection.num_hard_negatives and selection.missing_negatives == "fill":
+        raise ConfigError("streaming=true cannot fill in missing negatives: set missing_negatives to drop or stop")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(selection.num_hard_negatives))]
     features = Features({**dict.fromkeys(names, Value("string")), "label": List(Value("int64"))})
 
@@ -338,39 +339,18 @@ def _one_pass(
     source: Source, selection: Selection, report: RecordReport, seed: int, turn: int
 ) -> Iterator[tuple[list[str], list[int]]]:
     """Texts of each row, and their ids."""
-    h, number, any_negative = selection.num_hard_negatives, 0, False
-    recent: deque[str] = deque(maxlen=_RECENT)
+    h, number = selection.num_hard_negatives, 0
     for line, record in source.records(report, streaming=True):
-        any_negative = any_negative or bool(record.negatives)
-        if h and not any_negative and report.seen >= _RECENT:
-            break
-        if len(record.negatives) < h and selection.missing_negatives != "fill":
-            lost = len(record.positives) if source.data_format in JUDGED else 1
-            report.used -= lost
-            if selection.missing_negatives == "stop":
-                report.reject(source.path, line, Fault("too few hard negatives", f"{len(record.negatives)}"), lost)
-            else:
-                report.leave_out(source.path, DROPPED, lost)
+        if len(record.negatives) < h:
+            selection.refuse(source.path, line, len(record.negatives), report)
             continue
-        recent.append(record.positives[0])
         for which in range(len(record.positives) if selection.positives == "all" else 1):
             rng = row_generator(seed, turn, number)
             positive, texts = selection.sample(rng, record.positives, record.negatives, which)
-            for _ in range(_TRIES if len(texts) < h else 0):
-                text = recent[int(rng.integers(len(recent)))]
-                if text not in record.positives and text not in texts:
-                    texts.append(text)
-                if len(texts) == h:
-                    break
-            if h and texts:  # in a tiny set there may be too few other passages: then one is there twice
-                texts = [texts[place % len(texts)] for place in range(h)]
-            if len(texts) == h:  # else there is no passage yet that is not a positive of the query
-                # To the loss, a listed negative that is another positive of its record is the one that was taken.
-                same = [positive if text in record.positives else text for text in texts]
-                yield [record.query, positive, *texts], text_ids([record.query, positive, *same]).tolist()
-                number += 1
-    if h and not any_negative and report.seen:
-        raise DataError(one_line(f"{source.path}: num_hard_negatives={h}, {NONE_LISTED}"))
+            # To the loss, a listed negative that is another positive of its record is the one that was taken.
+            same = [positive if text in record.positives else text for text in texts]
+            yield [record.query, positive, *texts], text_ids([record.query, positive, *same]).tolist()
+            number += 1
     report.refuse_if_nothing_left(source.path, number, "training pairs")
 
 

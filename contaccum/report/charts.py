@@ -30,10 +30,12 @@ _STYLE: Any = {  # the keys' own type is a list of all of them
     "grid.alpha": 0.3,
 }
 # Of a log, what is drawn; docs/drift.md says what each is.
-_DRAWN = ("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age")
-_DRAWN += ("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage")
-_DRAWN += ("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged")
-_DRAWN += ("embedding_spread", "peak_memory_mb")
+_DRAWN = (
+    *("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age"),
+    *("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage"),
+    *("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged"),
+    *("embedding_spread", "peak_memory_mb"),
+)
 
 
 class Panel(NamedTuple):

@@ -1,1 +1,1 @@
-"""Encoding a corpus, FAISS indexes over it, and search. Modules are imported by name: `searcher` imports beir."""
+"""Encoding a corpus, stores of embeddings, FAISS indexes and search. Modules are imported by name."""

@@ -40,11 +40,6 @@ _IDS_AT_A_TIME = 2**16
 # Texts ---------------------------------------------------------------------------------------------------------------
 
 
-def source_file(path: Path, kind: Kind) -> Path:
-    """The file of a BEIR folder that texts of a kind are in; the path itself where it is no folder."""
-    return beir_file(path, "queries.jsonl" if kind == "query" else "corpus.jsonl") if path.is_dir() else path
-
-
 def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
     """Documents, or queries, of what `read_passages` reads; queries of DPR's .csv too. Each record is counted.
 
@@ -53,7 +48,8 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
     Raises:
         DataError: the source cannot be used, or an id occurs again.
     """
-    path = source_file(path, kind)
+    if kind == "query" and path.is_dir():
+        path = beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
         questions = load_questions(path, report.on_bad_record)
         report.restore(questions.report.to_dict())
@@ -235,7 +231,7 @@ def tokenizer_fingerprint(model: Any, kind: Kind) -> str | None:
 # Details -------------------------------------------------------------------------------------------------------------
 
 
-def _max_length(module: Any, kind: str) -> int | None:
+def _max_length(module: Any, kind: Kind) -> int | None:
     length = getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
     # Static embeddings say infinity, which JSON does not have.
     return None if length is None or math.isinf(length) else length

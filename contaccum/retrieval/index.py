@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from contaccum.errors import ConfigError, DataError, UserError, check_choice
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
 from contaccum.retrieval.encode import Metric
 from contaccum.retrieval.store import EmbeddingStore
@@ -175,11 +175,8 @@ def search(
     Raises:
         UserError: NaN or infinite vectors.
     """
-    from tqdm.auto import tqdm
-
     if index.is_exact:
-        with tqdm(unit=" rows", desc="Searching", unit_scale=True, disable=not show_progress) as bar:
-            return exact_search(index.corpus, queries, k, index.metric, index.gpus > 0, bar.update)
+        return exact_search(index.corpus, queries, k, index.metric, index.gpus > 0, show_progress)
     scores, rows = index.faiss_index.search(
         prepared(queries, index.metric, "query embedding"), min(k, len(index.corpus))
     )
@@ -192,18 +189,18 @@ def exact_search(
     k: int,
     metric: Metric = "cos",
     on_gpus: bool = False,
-    on_slice: Callable[[int], object] = lambda rows: None,
+    show_progress: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The k best rows of each query (n, d) and their scores, as `search` returns them; memory holds a slice of rows.
 
     Args:
-        on_gpus: search slices on all GPUs, as far as k is not beyond FAISS's bound there.
-        on_slice: called with the number of rows of each slice that was searched.
+        on_gpus: search slices on all GPUs, unless k is beyond FAISS's bound there.
 
     Raises:
         UserError: NaN or infinity in a query or a document.
     """
     import faiss
+    from tqdm.auto import trange
 
     queries, k = prepared(queries, metric, "query embedding"), min(k, len(corpus))
     held = min(k + _MARGIN, len(corpus))
@@ -223,15 +220,13 @@ def exact_search(
     buffer = np.empty((size, corpus.dim), dtype=np.float32) if metric == "cos" else None
     # FAISS takes products one by one below 128,000 numbers of queries, at a fifteenth of the speed.
     before, faiss.cvar.distance_compute_blas_threshold = faiss.cvar.distance_compute_blas_threshold, 8 * corpus.dim
-    initializer = partial(faiss.omp_set_num_threads, threads // groups)
     try:
-        with ThreadPoolExecutor(groups, initializer=initializer) as pool:
-            for start in range(0, len(corpus), size):
-                stop = min(start + size, len(corpus))
-                documents = prepared(corpus.slice(start, stop), metric, "document embedding", start, buffer)
-                merge = partial(_merge, _searcher(documents, on_gpus), start, min(held, stop - start))
+        with ThreadPoolExecutor(groups, initializer=faiss.omp_set_num_threads, initargs=(threads // groups,)) as pool:
+            for start in trange(0, len(corpus), size, desc="Searching", disable=not show_progress):
+                rows_of_slice = corpus.slice(start, min(start + size, len(corpus)))
+                documents = prepared(rows_of_slice, metric, "document embedding", start, buffer)
+                merge = partial(_merge, _searcher(documents, on_gpus), start, min(held, len(documents)))
                 list(pool.map(merge, parts))
-                on_slice(stop - start)
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
     scores, rows = _ordered(scores, rows, corpus.ids)
@@ -262,7 +257,6 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
     """
     import faiss
 
-    check_choice("similarity", metric, ("cos", "dot"))
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:

@@ -118,8 +118,12 @@ class BM25Index:
     def __init__(
         self, passages: list[str], where: str, k1: float = 0.9, b: float = 0.4, show_progress: bool = False
     ) -> None:
-        check_bm25(k1, b)
-        import bm25s
+        if k1 < 0 or not 0 <= b <= 1:
+            raise ConfigError(f"bm25_k1={k1} and bm25_b={b} are out of range: k1 is 0 or more, b between 0 and 1")
+        try:
+            import bm25s
+        except ImportError as error:
+            raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
 
         words = bm25s.tokenize(passages, stopwords=[], return_ids=False, show_progress=show_progress)
         if not any(words):
@@ -143,13 +147,3 @@ def best_rows(scores: np.ndarray, k: int) -> np.ndarray:
     """Rows of the k best scores above 0, best first; equal ones in order of the row."""
     rows = np.flatnonzero(scores > 0)
     return rows[np.argsort(-scores[rows], kind="stable")[:k]]
-
-
-def check_bm25(k1: float = 0.9, b: float = 0.4) -> None:
-    """Raise `ConfigError` where bm25s is missing or a parameter is out of range."""
-    if k1 < 0 or not 0 <= b <= 1:
-        raise ConfigError(f"bm25_k1={k1} and bm25_b={b} are out of range: k1 is 0 or more, b between 0 and 1")
-    try:
-        import bm25s  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error

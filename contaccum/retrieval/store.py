@@ -4,7 +4,7 @@
     shard-00000/          the first rows of the corpus, in its order; shard-00001 those that follow
         embeddings.npy    (n, d), float16 or float32
         ids.arrow         their ids: Arrow IPC, one column `id` of strings
-        shard.json        rows, bytes of the files, fingerprint of the corpus up to the shard's last row
+        shard.json        rows, dimension, fingerprint of the corpus up to the shard's last row
 
 A shard is there whole or not at all, so that a process killed at any instant loses the shard in work alone, and several
 may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
@@ -54,7 +54,7 @@ class EmbeddingStore:
         """The store in a folder.
 
         Raises:
-            DataError: no store, one that is not finished, or files that are missing or cut off.
+            DataError: no store, or one that is not finished. What is wrong with a shard is said where it is used.
         """
         folder = Path(folder)
         about = read_about(folder)
@@ -63,13 +63,9 @@ class EmbeddingStore:
         if about.get("finished") is not True:
             raise DataError(f"{folder}: the store is not finished (run the same contaccum encode again: it goes on)")
         try:
-            store = cls(folder, about)
-            cut_off = [n for n, shard in enumerate(about["shards"]) if _bytes_of(store._shard(n)) != shard["bytes"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls(folder, about)
+        except (ValueError, KeyError, TypeError) as error:
             raise _broken(folder, f"{type(error).__name__} {error}") from error
-        if cut_off:
-            raise _broken(folder, f"the files of {store._shard(cut_off[0])} are cut off")
-        return store
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -124,7 +120,7 @@ class EmbeddingStore:
         """Ids and embeddings of a shard."""
         import pyarrow as pa
 
-        folder, count = self._shard(number), int(self._starts[number + 1] - self._starts[number])
+        folder, count = _shard_folder(self.folder, number), int(self._starts[number + 1] - self._starts[number])
         try:
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
             with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
@@ -136,9 +132,6 @@ class EmbeddingStore:
         if found != wanted:
             raise _broken(self.folder, f"{folder} is {found}, not {wanted}")
         return ids, embeddings
-
-    def _shard(self, number: int) -> Path:
-        return _shard_folder(self.folder, number)
 
 
 class StoreWriter:
@@ -225,13 +218,9 @@ class StoreWriter:
         return self._finish(number, corpus.hex())
 
     def read_shard(self, number: int) -> dict[str, Any] | None:
-        """What shard.json of a shard says; None where the shard is missing, or its files are not as that says."""
-        folder = _shard_folder(self.folder, number)
-        try:
-            about = read_json(folder / _SHARD)
-            return about if _bytes_of(folder) == about["bytes"] else None
-        except (OSError, ValueError, KeyError):
-            return None
+        """What shard.json of a shard says; None where the shard is missing."""
+        path = _shard_folder(self.folder, number) / _SHARD
+        return read_json(path) if path.exists() else None
 
     def write_shard(self, number: int, ids: Sequence[str], embeddings: np.ndarray, fingerprint: str) -> None:
         """Write n ids and embeddings (n, d), in the dtype of the store; `fingerprint` is of the corpus up to them."""
@@ -246,8 +235,8 @@ class StoreWriter:
             batch = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
             with pa.ipc.new_file(str(part / _IDS), batch.schema) as writer:
                 writer.write_batch(batch)
-            about = {"rows": len(ids), "dimension": stored.shape[1], "bytes": _bytes_of(part)}
-            write_json(part / _SHARD, {**about, "fingerprint": fingerprint})
+            about = {"rows": len(ids), "dimension": stored.shape[1], "fingerprint": fingerprint}
+            write_json(part / _SHARD, about)
 
     def _finish(self, count: int, fingerprint: str) -> bool:
         """Say in store.json that the store is finished, if all `count` shards are there.
@@ -261,7 +250,7 @@ class StoreWriter:
             raise DataError(f"{self.folder}: holds embeddings of another corpus: it has fewer passages ({_MEND})")
         about = {**self.about, "finished": True, "rows": sum(shard["rows"] for shard in found)}
         about |= {"dimension": found[0]["dimension"], "corpus": about.get("corpus", {}) | {"fingerprint": fingerprint}}
-        about["shards"] = [{"rows": shard["rows"], "bytes": shard["bytes"]} for shard in found]
+        about["shards"] = [{"rows": shard["rows"]} for shard in found]
         write_json(self.folder / ABOUT, about)
         return True
 
@@ -311,10 +300,6 @@ def _difference(there: Any, here: Any, name: str = "") -> str:
 
 def _shard_folder(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}"
-
-
-def _bytes_of(folder: Path) -> dict[str, int]:
-    return {name: (folder / name).stat().st_size for name in (_EMBEDDINGS, _IDS)}
 
 
 def _broken(folder: Path, what: object) -> DataError:

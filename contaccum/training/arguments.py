@@ -21,7 +21,7 @@ from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact_record
 from contaccum.grad_norms import BALANCES
 from contaccum.info_nce import BankedInfoNCE
-from contaccum.training.rules import MACHINE_RULES, RULES, check_trackers, name_of, refuse
+from contaccum.training.rules import MACHINE_RULES, RULES, name_of, refuse
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
@@ -166,7 +166,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         super().__post_init__()
         if self.set_sampler is not None:
             self.multi_dataset_batch_sampler = given
-        check_trackers(self.report_to)
         refuse(MACHINE_RULES, a=self)
         self._fit_sizes()
         if self.keeps_bank and self.bank_size is None:

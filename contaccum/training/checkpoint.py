@@ -30,34 +30,12 @@ BANK_FILE = "contaccum_bank.safetensors"
 _OLD_MARKER = "manifest.json"  # of version 0.1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# What the state of a bank or an optimizer was made with: there is no going on with another value.
-_NEVER = ("method", "optim", "trained parameters", *LOSS_SETTINGS)
-# What the position in the data is counted in: another value leaves out or repeats some of it.
-_BY_FLAG = (
-    "pairs per update",
-    "data fingerprint",
-    "rows",
-    "seed",
-    "data_seed",
-    "batch_sampler",
-    "multi_dataset_batch_sampler",
-    "sampling_temperature",
-    "sampling_weights",
-    "shuffle_buffer_size",
-)
-# What optimizer and schedule keep in their own state.
-_STAYS = ("learning_rate", "learning_rate_scaling", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-# Where things lie, what is shown, and what other facts say better.
-_NOT_SHOWN = (
-    "output_dir",
-    "logging_dir",
-    "run_name",
-    "resume_from_checkpoint",
-    "resume_with_changes",
-    "disable_tqdm",
-    "total_train_batch_size",
-    "gather_across_devices",
-)
+NEVER = ("method", "optim", "trained parameters", *LOSS_SETTINGS)
+"""What the state of a bank or an optimizer was made with: there is no going on with another value."""
+
+_ORDER = ("seed", "data_seed", "batch_sampler", "multi_dataset_batch_sampler", "sampling_temperature")
+BY_FLAG = ("pairs per update", "data fingerprint", "rows", *_ORDER, "sampling_weights")
+"""What the position in the data is counted in: another value leaves out or repeats some of it."""
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -109,14 +87,12 @@ def state_of(folder: str | os.PathLike[str]) -> TrainerState:
 
 
 def choose_checkpoint(
-    asked: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any], planned: bool, quiet: bool
+    asked: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any], quiet: bool
 ) -> str | None:
-    """The checkpoint to go on from: ``last`` (or ``True``), ``auto`` or a folder. What was passed over or changed is
-    logged.
+    """The checkpoint to go on from: ``last`` (or ``True``), ``auto`` or a folder. What was passed over is logged.
 
     Args:
-        settings: of the run that is to go on.
-        planned: whether batches are planned, so that the order of rows depends on their size.
+        settings: ``NEVER`` and ``BY_FLAG`` of the run that is to go on.
 
     Returns:
         None for ``auto`` where there is none yet: the run starts anew.
@@ -150,8 +126,7 @@ def choose_checkpoint(
         )
     for line in passed:
         logger.warning(f"passed over {line}")
-    for line in _changes(path, facts["settings"], settings, args.resume_with_changes, planned):
-        logger.warning(line)
+    _refuse_changes(path, facts["settings"], settings, args.resume_with_changes)
     line = f"resuming from         {path} (after {facts['update']:,} updates)"
     logger.info(line) if quiet else print(line, flush=True)
     return str(path)
@@ -174,37 +149,6 @@ def ended_with(checkpoint: str, args: ContAccumTrainingArguments) -> str | None:
     return best if best is not None and fault_of(Path(best)) is None else checkpoint
 
 
-def _changes(
-    checkpoint: Path, old: Mapping[str, Any], new: Mapping[str, Any], allowed: bool, planned: bool
-) -> list[str]:
-    """A line for every setting that is not what it was: ``key: old -> new``, and what that means.
-
-    Raises:
-        UserError: when the run cannot go on with them, listing those that are in the way.
-    """
-    new = json.loads(json.dumps(new, default=str))
-    unknown = {key for key in ("data fingerprint",) if old[key] is None or new[key] is None}  # a stream's
-    changed = {
-        key: f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
-        for key in {**old, **new}
-        if key not in _NOT_SHOWN and key not in unknown and old.get(key) != new.get(key)
-    }
-    _refuse(
-        [text for key, text in changed.items() if key in _NEVER],
-        f"{checkpoint}: cannot go on with other settings than its bank and optimizer were made with",
-        f"set them back, or train from its weights with --model {checkpoint}",
-    )
-    if not allowed:
-        counted_in = (*_BY_FLAG, "per_device_train_batch_size") if planned else _BY_FLAG
-        _refuse(
-            [text for key, text in changed.items() if key in counted_in],
-            f"{checkpoint}: its place in the data means nothing with",
-            "set them back, or go on all the same with --resume_with_changes true",
-        )
-    stays = dict.fromkeys(_STAYS, " (the checkpoint's stays in force)")
-    return [f"changed since {checkpoint.name}: {text}{stays.get(key, '')}" for key, text in changed.items()]
-
-
 def is_no_room(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is a full disk or quota; torch and safetensors have words of their own."""
     while error is not None:
@@ -216,14 +160,22 @@ def is_no_room(error: BaseException | None) -> bool:
     return False
 
 
-def _refuse(changes: list[str], reason: str, mend: str) -> None:
-    if changes:
-        raise UserError(f"{reason}: {'; '.join(changes)}. So {mend}")
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 64 else f"{text[:12]}..."
+def _refuse_changes(checkpoint: Path, old: Mapping[str, Any], new: Mapping[str, Any], allowed: bool) -> None:
+    new = json.loads(json.dumps(new, default=str))
+    changed = {key: f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value}
+    if None in (old["data fingerprint"], new["data fingerprint"]):  # a stream's, of which nothing is known
+        changed.pop("data fingerprint", None)
+    never, by_flag = ("; ".join(changed[key] for key in names if key in changed) for names in (NEVER, BY_FLAG))
+    if never:
+        raise UserError(
+            f"{checkpoint}: cannot go on with other settings than its bank and optimizer were made with: {never}. So "
+            f"set them back, or train from its weights with --model {checkpoint}"
+        )
+    if by_flag and not allowed:
+        raise UserError(
+            f"{checkpoint}: its place in the data means nothing with {by_flag}. So set them back, or go on all the "
+            "same with --resume_with_changes true"
+        )
 
 
 def _sha256(path: Path, force: bool = False) -> str:

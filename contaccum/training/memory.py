@@ -126,42 +126,47 @@ def longest_rows(dataset: Any, n: int) -> list[dict[str, Any]]:
 def largest_that_fits(args: ContAccumTrainingArguments, least: int, attempt: Callable[[int], None]) -> int:
     """Pairs per micro-batch: the largest divisor of an update's pairs on this device for which ``attempt`` goes well.
 
-    On a CPU, whose system ends processes rather than refuse memory, growth is measured on two small sizes first.
+    On a CPU, whose system ends processes rather than refuse memory, sizes are tried from the smallest on.
 
     Raises:
         UserError: when even ``least`` pairs are too much.
     """
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps
     sizes = [n for n in range(local, least - 1, -1) if local % n == 0]
-    if args.device.type == "cpu" and len(sizes) > 2:
-        room = _room_on_host()
-        small, large = sizes[-1], next(n for n in reversed(sizes) if n >= min(4 * sizes[-1], sizes[0]))
-        attempt(small)  # what is made once is there afterwards
-        low, high = _growth(lambda: attempt(small)), _growth(lambda: attempt(large))
-        per_pair = max(high - low, 0) / (large - small)
-        sizes = [n for n in sizes if low + per_pair * (n - small) <= room] or sizes[-1:]
 
-    def fits(batch_size: int) -> int:
+    def fits(n: int) -> int:
         try:
-            attempt(batch_size)
+            attempt(n)
         except (torch.OutOfMemoryError, MemoryError):
             raise torch.OutOfMemoryError("CUDA out of memory.") from None  # as accelerate knows it
-        return batch_size
+        return n
 
-    rest = iter([*sizes[1:], 0])
+    start = _start_on_host(sizes, fits) if args.device.type == "cpu" else 0
+    rest = iter([*sizes[start + 1 :], 0])
     try:
-        return find_executable_batch_size(fits, sizes[0], lambda: next(rest))()
+        return find_executable_batch_size(fits, sizes[start], lambda: next(rest))()
     except RuntimeError as error:
         if "reached zero" not in str(error):
             raise
         raise UserError(f"out of memory at a micro-batch of {sizes[-1]}: {WHAT_ELSE}") from None
 
 
-def _growth(work: Callable[[], None]) -> float:
-    """MB by which this process was larger at its peak in ``work`` than before it."""
+def _start_on_host(sizes: list[int], attempt: Callable[[int], Any]) -> int:
+    """The place of the largest size that would leave the host a part of its memory, by the growth of smaller ones."""
+    room, place = _room_on_host(), len(sizes) - 1
+    try:
+        while place > 0 and _growth(attempt, sizes[place]) * sizes[place - 1] / sizes[place] <= room:
+            place -= 1
+    except torch.OutOfMemoryError:  # which will be met again
+        pass
+    return place
+
+
+def _growth(work: Callable[[int], Any], n: int) -> float:
+    """MB by which this process was larger at its peak in ``work(n)`` than before it."""
     forget_peak_memory("cpu")
     before = peak_memory_mb()
-    work()
+    work(n)
     return max(peak_memory_mb() - before, 0.0)
 
 

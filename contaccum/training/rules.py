@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers.integrations import integration_utils
+from transformers.integrations import get_available_reporting_integrations
 
-from contaccum.errors import ConfigError, closest
+from contaccum.errors import ConfigError
 
 Rules = Mapping[str, Callable[..., Any]]
 
@@ -27,17 +27,6 @@ def refuse(rules: Rules, **given: Any) -> None:
     for message, broken in rules.items():
         if broken(**given):
             raise ConfigError(message.format(**given))
-
-
-def check_trackers(report_to: Any) -> None:
-    """Raise `ConfigError` for a tracker that transformers does not know, or whose package is not installed."""
-    known = integration_utils.INTEGRATION_TO_CALLBACK
-    for name in report_to or ():
-        if name not in known:
-            raise ConfigError(f"report_to={name}: transformers knows no such tracker{closest(name, known)}")
-        is_available = getattr(integration_utils, f"is_{name}_available", None)
-        if is_available is not None and not is_available():
-            raise ConfigError(f"report_to={name} needs the package: pip install {name}")
 
 
 def name_of(kind: Any) -> str:
@@ -135,7 +124,9 @@ RULES: Rules = {
     ),
 }
 
-MACHINE_RULES: Rules = {  # once device and ranks are known
+MACHINE_RULES: Rules = {  # once device, ranks and trackers are known
+    "report_to={a.report_to}: one of them is no tracker of transformers, or its package is not installed. Install it, "
+    "or drop it": lambda a: set(a.report_to or ()) - set(get_available_reporting_integrations()),
     "FSDP version 1 is not supported (transformers has deprecated it, too): set version: 2 in fsdp_config, or "
     "fsdp_version: 2 in the config of accelerate": lambda a: _fsdp_version(a) != 2,
     "fp16=true needs an accelerator; on a CPU set bf16=true, or neither": lambda a: a.fp16 and a.device.type == "cpu",

@@ -38,7 +38,17 @@ from contaccum.grad_norms import GradNormBalancer
 from contaccum.losses import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
-from contaccum.training.checkpoint import BANK_FILE, choose_checkpoint, ended_with, facts_of, is_no_room, seal, state_of
+from contaccum.training.checkpoint import (
+    BANK_FILE,
+    BY_FLAG,
+    NEVER,
+    choose_checkpoint,
+    ended_with,
+    facts_of,
+    is_no_room,
+    seal,
+    state_of,
+)
 from contaccum.training.log import rows_of
 from contaccum.training.memory import (
     WHAT_ELSE,
@@ -55,6 +65,7 @@ from contaccum.training.methods import (
     whole_parameters,
 )
 from contaccum.training.refresh import with_refresh
+from contaccum.training.rules import name_of
 from contaccum.training.updates import Update, Updates
 
 if TYPE_CHECKING:
@@ -96,8 +107,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     training_args_class: Any = ContAccumTrainingArguments
     args: ContAccumTrainingArguments
-    config_beside: Mapping[str, Any] = {}
-    """Settings that are no training arguments (model, data), to be compared when a run is resumed."""
 
     def __init__(
         self,
@@ -368,26 +377,26 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return {key: value.detach().cpu().clone().contiguous() for key, value in state.items()} if keep else {}
 
     def settings(self) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint is compared by."""
-        return {
-            **self.given_arguments,
-            **self.config_beside,
-            "pairs per update": self.args.total_train_batch_size,
-            "ranks": self.args.world_size,
+        """What a run that goes on from a checkpoint must have in common with it."""
+        args = self.args
+        counts = {
+            "pairs per update": args.total_train_batch_size,
             "data fingerprint": self.fingerprint(),
             "rows": rows_of(self.train_dataset),
             "trained parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         }
+        if args.avoids_duplicates or args.own_batch_sampler or isinstance(self.train_dataset, dict):
+            counts["batch_sampler"] = f"{name_of(args.batch_sampler)} of {args.train_batch_size}"
+        names = [name for name in (*NEVER, *BY_FLAG) if name != "gather_across_devices"]  # ranks may be other ones
+        return {name: self.given_arguments.get(name) for name in names} | counts
 
     def _choose_checkpoint(self, asked: str) -> str | None:
         """The first rank's choice on all of them: it alone reads whole checkpoints."""
         chosen: list[Any] = [None, None]
         args = self.args
         if args.process_index == 0:
-            ordered = args.avoids_duplicates or args.own_batch_sampler
-            planned = ordered or isinstance(self.train_dataset, dict)
             try:
-                chosen[0] = choose_checkpoint(asked, args, self.settings(), planned, self.quiet)
+                chosen[0] = choose_checkpoint(asked, args, self.settings(), self.quiet)
             except UserError as error:
                 chosen[1] = str(error)
         if world_size() > 1:

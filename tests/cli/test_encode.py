@@ -169,12 +169,6 @@ def test_a_store_of_another_model_setting_or_corpus_is_refused_by_name(
     assert files(whole) == before
 
 
-def test_overwrite_starts_anew(root: Path, whole: Path, tmp_path: Path) -> None:
-    encode(root, tmp_path / "s", corpus="beir/queries.jsonl")
-    encode(root, tmp_path / "s", "--overwrite")
-    assert {**files(tmp_path / "s"), "store.json": b""} == {**files(whole), "store.json": b""}
-
-
 @pytest.mark.slow
 def test_two_processes_end_with_the_store_of_one(root: Path, whole: Path, tmp_path: Path) -> None:
     words = ["encode", root / "model", "--corpus", root / "corpus.jsonl", "--output", tmp_path / "s"]
@@ -221,12 +215,3 @@ def test_mistakes_are_refused_before_anything_is_written(
     encode(root, tmp_path / "s", *options, expect=2)
     assert told in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
-
-
-def test_what_cannot_be_written_to_is_refused_before_a_model_is_loaded(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("contaccum.cli.encode.load_model", lambda *args: pytest.fail("the model was loaded"))
-    (tmp_path / "notes.txt").write_text("mine")
-    encode(root, tmp_path, expect=2)
-    assert "notes.txt" in capsys.readouterr().err

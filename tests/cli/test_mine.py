@@ -41,14 +41,6 @@ def test_mined_triplets_train_and_the_report_names_what_they_came_from(tiny_mode
     assert not known & {(row["query"], row[f"negative_{i}"]) for row in data.dataset for i in (1, 2)}
 
 
-def test_random_sampling_by_seed(tiny_model_path, pairs, tmp_path):
-    arguments = [tiny_model_path, "--data", pairs, "--num_negatives", 2, "--sampling", "random", "--device", "cpu"]
-    for name, seed in (("a", 7), ("b", 7), ("c", 8)):
-        assert mine(*arguments, "--output", tmp_path / f"{name}.jsonl", "--seed", seed) == 0
-    a, b, c = ((tmp_path / f"{name}.jsonl").read_text() for name in "abc")
-    assert a == b != c
-
-
 def test_a_static_model_that_has_no_maximal_length_mines_too(tiny_tokenizer, pairs, tmp_path):
     static = StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=16)
     SentenceTransformer(modules=[static], device="cpu").save_pretrained(str(tmp_path / "static"))
@@ -69,22 +61,17 @@ def test_bm25_mines_without_a_model(tmp_path):
 
 MISTAKES = {
     "no data": (["--output", "o.jsonl"], "--data"),
-    "a misspelt option": (["--relativ_margin", "0.05"], "did you mean '--relative_margin'"),
     "rules that leave nothing": (["--range_min", "5", "--range_max", "6"], "raise it to 8"),
     "a margin without its model": (["--cross_encoder_margin", "3"], "needs a cross_encoder"),
     "bm25 with a model": (["--method", "bm25"], "leave it out"),
     "bm25 out of range": (["--method", "bm25", "--bm25_b", "2", "-"], "bm25_b"),
-    "an output of the wrong kind": (["--output_format", "dpr"], "ends in .json"),
     "no such data": (["--data", "missing.jsonl"], "missing.jsonl: no such file"),
-    "no such corpus": (["--corpus", "missing.jsonl"], "missing.jsonl: no such file"),
     "no such model": (["./missing", "-"], "missing: no such model folder"),
     "no such cross-encoder": (["--cross_encoder", "./missing"], "missing: no such model folder"),
+    "a margin out of range": (["--relative_margin", "1.5"], "must be between 0 and 1"),
     "an index too large": (["--index", "IVF64,Flat"], "needs 64 vectors"),
-    "a threshold nothing meets": (["--max_score", "-1"], "no query has a negative left"),
     "too many negatives": (["--num_negatives", "99"], "no query has 99 negatives"),
     "no such device": (["--device", "cuda:99"], "cuda:99"),
-    "no batch": (["--batch_size", "0"], "batch_size"),
-    "too short": (["--query_max_length", "1"], "query_max_length"),
 }
 
 

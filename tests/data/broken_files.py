@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,87 +106,63 @@ def parquet(name: str, record: dict[str, Any], reason: str) -> None:
 # Nothing there, or something else than data
 case("missing file", lambda folder: folder / "none.jsonl", r"none\.jsonl: no such file", None)
 case("directory without data", lambda folder: folder, r": a folder without corpus\.jsonl", None)
-case("directory for a file", lambda folder: folder, r": is a directory, a file is expected", None, data_format="pairs")
 case("file for a folder", file("a.jsonl", JSONL), "is a file, a folder is expected", None, data_format="beir")
 for ending in (".jsonl", ".jsonl.gz", ".csv", ".parquet", ".json"):
     case(f"empty {ending}", file(f"a{ending}", b""), r"a\.\w+(\.gz)?: the file is empty", None)
-case("byte-order mark alone", file("a.jsonl", b"\xef\xbb\xbf"), r"a\.jsonl: the file is empty", None)
-case("blank lines alone", file("a.jsonl", b"\n \r\n\n"), r"a\.jsonl: the file is empty", None)
 case("empty array", file("dpr.json", b"[]"), r"dpr\.json: no training pairs left to use; 0 records", None)
-case("random bytes", file("a.bin", b"\x00\x01\xfe\x9c" * 99), r"a\.bin:1: neither JSON lines nor a JSON array", None)
-case("binary named jsonl", file("a.jsonl", b"\x7fELF\x02\n\xff\xfe\n"), r"a\.jsonl:1: broken JSON", None)
-case("UTF-16", file("a.jsonl", JSONL.decode().encode("utf-16")), r"is UTF-16 text \(save it as UTF-8", None)
-case("xz file", file("a.jsonl.xz", b"\xfd7zXZ\0\0"), r"a\.jsonl\.xz: is an xz file \(unpack it first\)", None)
+case("random bytes", file("a.bin", b"\x00\x01\xfe\x9c" * 99), r"a\.bin: neither JSON nor a table", None)
+case(
+    "UTF-16",
+    file("a.jsonl", JSONL.decode().encode("utf-16")),
+    r"a\.jsonl:1: not UTF-8 text \(save the file as UTF-8",
+    None,
+)
 
-
-def _zip(folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
-        archive.writestr("a.jsonl", JSONL)
-    return folder / "a.zip"
-
-
-case("zip archive", _zip, r"a\.zip: is a zip archive \(unpack it first\)", None)
 
 # Compression
 MANY = b"".join(FIRST.replace(b"first", NOISE.randbytes(12).hex().encode()) for _ in range(50))
 case("truncated gz", raw("a.jsonl.gz", cut(MANY)), r"a\.jsonl\.gz:\d+: the file breaks off", (-1, 1))
-case("gz of wrong sum", raw("a.jsonl.gz", gzip.compress(JSONL)[:-8] + bytes(8)), r"gz:4: the file breaks", (3, 1))
 case("not gz but named so", raw("a.jsonl.gz", JSONL), r"a\.jsonl\.gz:1: the file breaks off: Not a gzipped", None)
-case("truncated gz csv", raw("a.csv.gz", cut((CSV * 40).encode(), 0.7)), r"a\.csv\.gz:\d+: the file breaks", (-1, -1))
-case("truncated gz dpr", raw("dpr.json.gz", cut(DPR.encode(), 0.9)), r"dpr\.json\.gz:\d: the file breaks off", None)
+case(
+    "truncated gz dpr",
+    raw("dpr.json.gz", cut(DPR.encode(), 0.9)),
+    r"dpr\.json\.gz:\d: broken JSON, or the file breaks off",
+    None,
+)
 
 
-def _cut_collection(folder: Path) -> Path:
-    path = put_msmarco(folder / "m", ".gz") / "collection.tsv.gz"
-    path.write_bytes(cut(NOISE.randbytes(999).hex().encode()))
+def _packed_collection(folder: Path) -> Path:
+    path = put_msmarco(folder / "m") / "collection.tsv"
+    put(path.with_suffix(".tsv.gz"), path.read_bytes())
+    path.unlink()
     return folder / "m"
 
 
-case("truncated gz collection", _cut_collection, r"collection\.tsv\.gz: cannot be unpacked", None)
+case("gz collection", _packed_collection, r"collection\.tsv\.gz: is compressed, .* \(unpack it first\)", None)
 
 # Characters
 case("byte-order mark", file("a.jsonl", b"\xef\xbb\xbf" + JSONL), None, (3, 0))
-case("byte-order mark in csv", file("a.csv", "\ufeff" + CSV), None, (3, 0))
 case("CRLF", file("a.jsonl", JSONL.replace(b"\n", b"\r\n")), None, (3, 0))
-case("CR alone in csv", file("a.csv", CSV.replace("\n", "\r")), r"a\.csv:1: .*lines end in CR alone", None)
+case("CR alone in csv", file("a.csv", CSV.replace("\n", "\r")), r"a\.csv:1: the header cannot be read", None)
 jsonl("latin-1 bytes", '{"query": "Käse", "positive": "p"}'.encode("latin-1"), "not UTF-8 text")
-case("latin-1 csv", file("a.csv", CSV.encode() + b"q,,K\xe4se,,\n"), r"a\.csv:5: not UTF-8 text", (3, 1))
-case("latin-1 dpr", file("dpr.json", DPR.encode().replace(b"first", b"f\xefrst")), r"dpr\.json:1: broken JSON", None)
 msmarco("latin-1 collection", "collection.tsv", b"77\tK\xe4se\n", r"collection\.tsv:10: not UTF-8 text")
 jsonl("NUL byte", b'{"query": "q\0", "positive": "p"}', "NUL byte")
 jsonl("escaped NUL", '{"query": "q", "positive": "p\\u0000"}', "NUL character in positive")
-case("NUL in csv", file("a.csv", CSV + "q,,p\0,,\n"), r"a\.csv:5: (NUL byte|broken quoting)", (3, 1))
-msmarco("NUL in qrels", "qrels.train.tsv", b"100\t0\t1\0\t1\n", r"qrels\.train\.tsv:4: NUL byte")
-parquet("NUL in parquet", {"positive": "\0"}, "NUL character in positive")
 jsonl("half a surrogate pair", '{"query": "q", "positive": "\\ud800"}', "positive is not valid Unicode")
 jsonl("10 MB of broken JSON", '{"query": "' + "x" * 10_000_000, "broken JSON")
-case("10 MB csv cell", file("a.csv", CSV + f'q,,"{"x" * 10_000_000}",,\n'), None, (4, 0))
 
 # JSON
 jsonl("broken JSON", '{"query": "q"', "broken JSON")
-jsonl("two objects on a line", '{"query": "q", "positive": "p"} {}', "broken JSON")
 jsonl("NaN", '{"query": "q", "positive": NaN}', "broken JSON")
 jsonl("endless integer", '{"query": ' + "9" * 5000 + "}", "broken JSON")
-jsonl("nested without end", '{"query": ' + "[" * 100_000, "broken JSON")
-jsonl("array on a line", '["q", "p"]', "not a JSON object")
-jsonl("null on a line", "null", "not a JSON object")
-case(
-    "lines for an array", file("d.json", lines(dpr_records())), r"d\.json:1: not a JSON array", None, data_format="dpr"
-)
-case("array cut short", file("dpr.json", DPR[:-90]), r"dpr\.json:3: broken JSON in record 3: .*premature EOF", None)
-case("comma too many", file("dpr.json", DPR[:-1] + ",]"), r"dpr\.json:4: broken JSON in record 4", None)
-case("two arrays", file("dpr.json", DPR + "\n[]"), r"dpr\.json:4: broken JSON in record 4: .*trailing garbage", None)
+case("array cut short", file("dpr.json", DPR[:-90]), r"dpr\.json:3: broken JSON, or .*premature EOF", None)
+case("two arrays", file("dpr.json", DPR + "\n[]"), r"dpr\.json:4: broken JSON, or .*trailing garbage", None)
 
 # What a record must have
-jsonl("null query", '{"query": null, "positive": "p"}', "missing query")
 jsonl("empty query", '{"query": " ", "positive": "p"}', "empty query")
-jsonl("empty text", '{"query": "q", "positive": ""}', "empty positive")
 jsonl("no positive", '{"query": "q", "text": "another field than in the record before"}', "missing positive")
-jsonl("number for text", '{"query": "q", "positive": 7}', "positive is not text: found 7")
 jsonl("number for a title", '{"query": "q", "positive": "p", "title": 3}', "title is not text")
 jsonl("null among positives", '{"query": "q", "positive": [null, "p"]}', "missing positive")
-jsonl("null in a passage", '{"query": "q", "positive": {"title": "t", "text": null}}', "missing positive text")
-jsonl("null among negatives", '{"query": "q", "positive": "p", "negatives": [null]}', "missing negatives")
 jsonl(
     "too few negatives",
     '{"query": "q", "positive": "p", "negatives": []}',
@@ -196,11 +171,8 @@ jsonl(
     missing_negatives="stop",
 )
 case("unknown fields", file("a.jsonl", '{"q": "x", "p": "y"}\n'), r":1: missing query: .*'q, p' .*--data_columns", None)
-case("array of pairs", file("a.json", '[{"query": "q", "positive": "p"}]'), r":1: missing question: .*go one a", None)
-dpr("no positives in dpr", lambda r: r[1].update(positive_ctxs=[]), "empty positive_ctxs")
-dpr("null passages in dpr", lambda r: r[1].update(positive_ctxs=None), "missing positive_ctxs")
+case("array of pairs", file("a.json", '[{"query": "q", "positive": "p"}]'), None, (1, 0))
 dpr("null passage in dpr", lambda r: r[1].update(positive_ctxs=[None]), "missing positive_ctxs")
-dpr("text for a list in dpr", lambda r: r[1].update(positive_ctxs="p"), "positive_ctxs is not a list")
 dpr("empty negative in dpr", lambda r: r[1].update(hard_negative_ctxs=[{"text": ""}]), "empty hard_negative_ctxs text")
 dpr("string for a record in dpr", lambda r: r.insert(1, "q"), "not a JSON object", 3)
 TEVATRON = tevatron_records()
@@ -212,22 +184,18 @@ for what, change, reason in (
     case(f"{what} in tevatron", file("a.jsonl", records), rf"a\.jsonl:4: {reason}", (3, 1))
 
 # Tables
-case("csv without the column", file("a.csv", "query,postive\nq,p\n"), r":1: missing positive: .*'query, postive'", None)
-case("csv without a header", file("a.csv", "what is a,it is b\n"), r"a\.csv:1: missing query", None)
+case("csv without the column", file("a.csv", "query,postive\nq,p\n"), r":2: missing positive: .*'query, postive'", None)
 case("csv with a column twice", file("a.csv", "query,positive,query\nq,p,r\n"), r":1: two columns are called 'qu", None)
-case("csv header alone", file("a.csv", "query,positive\n"), r"a\.csv: no training pairs left to use", None)
 case("csv row too long", file("a.csv", CSV + "q,,one, two,,\n"), r":5: wrong number of columns: found 6 where", (3, 1))
 case("csv quote left open", file("a.csv", 'query,positive\nq,"open\nr,p\n'), r":2: broken quoting: lines 2 to 3", None)
 case("csv empty text", file("a.csv", "query,positive\nq,\nr,p\n"), r"a\.csv:2: missing positive", (1, 1))
 case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:4: not three columns: found 2", (3, 1))
-case("triples, empty text", file("t.tsv", text_triples() + "q\t \tn\n"), r"t\.tsv:4: empty positive", (3, 1))
 case("triples of ids", file("qidpidtriples.tsv", "1\t2\t3\n"), r"\.tsv:1: ids where texts are expected", None)
-case("text named parquet", file("a.parquet", JSONL), r"a\.parquet: not a parquet file, or a damaged one", None)
-parquet("parquet with nulls", {"query": None}, "missing query")
+case("no parquet", file("a.parquet", "PAR1"), r"a\.parquet:1: damaged, or of another format", None)
 case(
     "parquet without the column",
     lambda folder: put_parquet(folder / "a.parquet", [{"query": "q", "score": 1}]),
-    r"a\.parquet: missing positive: its fields are 'query, score'",
+    r"a\.parquet:1: missing positive: its fields are 'query, score'",
     None,
 )
 
@@ -238,7 +206,7 @@ def _damaged_dataset(folder: Path) -> Path:
     return folder / "saved"
 
 
-case("saved dataset cut short", _damaged_dataset, r"saved: as a dataset that save_to_disk wrote, it cannot be", None)
+case("saved dataset cut short", _damaged_dataset, r"saved: as a Hugging Face dataset .* it cannot be loaded", None)
 
 # Folders whose files name each other's records
 DOCUMENT = '{"_id": "d0", "title": "", "text": "t"}\n{"_id": 1, "text": "u"}\n'
@@ -246,34 +214,46 @@ beir("integer ids", "corpus.jsonl", DOCUMENT, r"train\.tsv:3: unknown document: 
 beir("same document", "corpus.jsonl", DOCUMENT + '{"_id": "1", "text": "x"}\n', r":3: duplicate _id: '1'", (1, 3))
 beir("empty document", "corpus.jsonl", DOCUMENT + '{"_id": "d1", "text": ""}\n', r":3: empty document", (1, 3))
 beir("negative score", "qrels/train.tsv", "q0\td0\t1\nq1\td1\t-1\n", None, (1, 0))
-beir("negative scores alone", "qrels/train.tsv", "q1\td1\t-1\n", "b: no training pairs left .*not a pair: 1", None)
 case("no such split", lambda folder: put_beir(folder / "b"), r"qrels: no split 'dev'; it has: train", None, split="dev")
 TRIPLES = "qidpidtriples.train.full.2.tsv"
-msmarco("duplicate passage", "collection.tsv", "10\tagain\n", r"collection\.tsv:10: duplicate id")
-msmarco("duplicate query id", "queries.train.tsv", "100\tagain\n", r"queries\.train\.tsv:5: duplicate id")
-msmarco("empty passage", "collection.tsv", "77\t \n", r"collection\.tsv:10: not an id and a text")
-msmarco("passage with a tab", "collection.tsv", "77\ta\tb\n", r"collection\.tsv:10: not an id and a text")
-msmarco("judged query unknown", "qrels.train.tsv", "999\t0\t1\t1\n", r"qrels\.train\.tsv:4: unknown query: '999'")
-msmarco("judged passage unknown", "qrels.train.tsv", "100\t0\t999\t1\n", r"qrels\.train\.tsv:4: unknown passage: '999'")
-msmarco("judged twice", "qrels.train.tsv", "100\t0\t0\t1\n", r"qrels\.train\.tsv:4: duplicate judgement")
-msmarco("qrels of three columns", "qrels.train.tsv", "100\t1\t1\n", r"qrels\.train\.tsv:4: not 4 columns: found 3")
+msmarco(
+    "judged query unknown",
+    "qrels.train.tsv",
+    "999\t0\t1\t1\n",
+    r"qrels\.train\.tsv:4: unknown id in queries\.train\.tsv: '999'",
+)
 msmarco("qrels score 0.5", "qrels.train.tsv", "100\t0\t1\t0.5\n", r"qrels\.train\.tsv:4: score is not an integer")
-msmarco("triple, unknown query", TRIPLES, "9\t0\t10\n", r"full\.2\.tsv:7: unknown query: '9'", num_hard_negatives=1)
-msmarco("triple, unknown passage", TRIPLES, "100\t0\t9\n", r"full\.2\.tsv:7: unknown passage", num_hard_negatives=1)
+msmarco(
+    "triple, unknown query",
+    TRIPLES,
+    "9\t0\t10\n",
+    r"full\.2\.tsv:7: unknown id in queries\.train\.tsv: '9'",
+    num_hard_negatives=1,
+)
 msmarco(
     "too few triples",
     "qrels.train.tsv",
     "103\t0\t1\t1\n",
-    r"qrels\.train\.tsv:4: too few hard negatives: 0 where",
+    r"m:4: too few hard negatives: 0 where",
     num_hard_negatives=2,
     missing_negatives="stop",
 )
 
 
-def _two_triples(folder: Path) -> Path:
-    put(put_msmarco(folder / "m") / "qidpidtriples.train.full.tsv", "100\t0\t10\n")
-    return folder / "m"
+def _twice(name: str, line: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        put(put_msmarco(folder / "m") / name, line)
+        return folder / "m"
+
+    return make
 
 
-case("two files of triples", _two_triples, r"m: several files of triples: .* \(keep one", None, num_hard_negatives=1)
-case("no msmarco split", lambda folder: put_msmarco(folder / "m"), "qrels are there of: train", None, split="dev")
+case("two triples", _twice("qidpidtriples.train.tsv", "1"), r"m: several files of triples", None, num_hard_negatives=1)
+case("duplicate passage", _twice("collection.tsv", "1\ta\n1\tb\n"), r"n\.tsv: two lines have the id '1' \(keep", None)
+case(
+    "no msmarco split",
+    lambda folder: put_msmarco(folder / "m"),
+    r"qrels\.dev\.tsv: no such file; beside it: .*qrels\.train\.tsv",
+    None,
+    split="dev",
+)

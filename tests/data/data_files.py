@@ -113,18 +113,18 @@ def put_beir(folder: Path) -> Path:
     return folder
 
 
-def put_msmarco(folder: Path, ending: str = "") -> Path:
+def put_msmarco(folder: Path) -> Path:
     """Passages 0-2 are the positives of queries 100-102; 10 to 15 are their negatives."""
     negatives = [negative for record in RECORDS for negative in record.negatives]
     passages = [f"{i}\t{r.positives[0]}" for i, r in enumerate(RECORDS)]
     passages += [f"{10 + i}\t{negative}" for i, negative in enumerate(negatives)]
     # In neither order of the judgements.
-    put(folder / f"collection.tsv{ending}", "".join(f"{line}\n" for line in reversed(passages)))
+    put(folder / "collection.tsv", "".join(f"{line}\n" for line in reversed(passages)))
     queries = [f"{100 + i}\t{r.query}\n" for i, r in enumerate(RECORDS)]
-    put(folder / f"queries.train.tsv{ending}", "".join(reversed(queries)) + "103\tnot judged\n")
-    put(folder / f"qrels.train.tsv{ending}", "".join(f"{100 + i}\t0\t{i}\t1\n" for i in range(3)))
+    put(folder / "queries.train.tsv", "".join(reversed(queries)) + "103\tnot judged\n")
+    put(folder / "qrels.train.tsv", "".join(f"{100 + i}\t0\t{i}\t1\n" for i in range(3)))
     triples = [f"{100 + i // 2}\t{i // 2}\t{10 + i}\n" for i in range(6)]
-    put(folder / f"qidpidtriples.train.full.2.tsv{ending}", "".join(triples))
+    put(folder / "qidpidtriples.train.full.2.tsv", "".join(triples))
     return folder
 
 

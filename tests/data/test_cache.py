@@ -70,9 +70,9 @@ def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder:
         load_training_data(path, **options)
     assert len(list(folder.iterdir())) == 1 and len(reads) == 9
     assert sum(file.read_bytes().count(b"q7") for file in folder.rglob("*.arrow")) == 1
-    for options in ({"title_separator": "|"}, {"columns": {"query": "query"}}, {"on_bad_record": "skip"}):
+    for options in ({"columns": {"query": "query"}}, {"on_bad_record": "skip"}):
         load_training_data(path, **options)  # which decide what a record is
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from data_files import put, read
 
 from contaccum.data import DATA_FORMATS, Record, sniff_format
-from contaccum.data.columns import NEGATIVE_FIELDS, POSITIVE_FIELDS, QUERY_FIELDS
+from contaccum.data.dataset import SET_KEYS
+from contaccum.data.readers import NEGATIVE_FIELDS, POSITIVE_FIELDS, QUERY_FIELDS
 from contaccum.data.samplers import SET_SAMPLERS
-from contaccum.data.sets import SET_KEYS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-import pytest
 from data_files import RECORDS, put, put_msmarco, read, text_triples
 
 from contaccum.data import Record, load_training_data, read_records, sniff_format
-from contaccum.errors import DataError
 
 
-@pytest.mark.parametrize("ending", ["", ".gz"])
-def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path: Path, ending: str) -> None:
-    folder = put_msmarco(tmp_path / "m", ending)
+def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path: Path) -> None:
+    folder = put_msmarco(tmp_path / "m")
     found, report = read(folder)
     assert found == RECORDS
     # 9 passages, 4 queries, 3 judgements, 6 triples
@@ -27,19 +24,17 @@ def test_triples_of_one_query_come_in_the_order_of_the_file(tmp_path: Path) -> N
     folder = put_msmarco(tmp_path / "m")
     order = [(100, 15), (101, 14), (100, 10), (100, 11), (102, 12), (103, 13), (101, 10)]
     put(folder / "qidpidtriples.train.full.2.tsv", "".join(f"{q}\t0\t{n}\n" for q, n in order))
-    found, report = read(folder)
+    found, _ = read(folder)
     negatives = [["negative f", "negative a", "negative b"], ["negative e", "negative a"], ["negative c"]]
     assert [r.negatives for r in found] == negatives
-    assert report.notes == {"triples of queries that the qrels do not judge, not used": 1}
 
 
 def test_a_split_chooses_its_files_and_names_without_one_are_of_every_split(tmp_path: Path) -> None:
     folder = put_msmarco(tmp_path / "m")
     put(folder / "queries.dev.small.tsv", "7\tdev query\n")
     put(folder / "qrels.dev.small.tsv", "7 0 1 1\n7 0 10 0\n7 0 2 3\n")
-    found, report = read(folder, split="dev.small")
+    found, _ = read(folder, split="dev.small")
     assert found == [Record("dev query", [RECORDS[1].positives[0], "three"], [])]
-    assert report.notes == {"judgements of 0 or less, not a pair": 1}
     rows = load_training_data(folder, split="dev.small").dataset
     assert [row["positive"] for row in rows] == [RECORDS[1].positives[0], "three"]
     for old, new in (("queries.train", "queries"), ("qrels.train", "qrels"), ("qidpidtriples.train.full.2", "triples")):
@@ -47,9 +42,9 @@ def test_a_split_chooses_its_files_and_names_without_one_are_of_every_split(tmp_
     assert read(folder, split="any")[0] == RECORDS
 
 
-def test_ids_need_not_be_numbers_and_a_header_is_no_passage(tmp_path: Path) -> None:
+def test_ids_need_not_be_numbers(tmp_path: Path) -> None:
     folder = put_msmarco(tmp_path / "m")
-    put(folder / "collection.tsv", "pid\ttext\nmsmarco_passage_00_7\tseven\n007\tother\n")
+    put(folder / "collection.tsv", "msmarco_passage_00_7\tseven\n007\tother\n")
     put(folder / "queries.train.tsv", "\ufeffq-1\tquery\r\n")
     put(folder / "qrels.train.tsv", "q-1\t0\tmsmarco_passage_00_7\t1\n")
     (folder / "qidpidtriples.train.full.2.tsv").unlink()
@@ -73,13 +68,13 @@ def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path
 
 
 def test_text_triples_are_told_from_a_table_by_their_first_line(tmp_path: Path) -> None:
-    for name in ("triples.train.small.tsv", "triples.train.small.tsv.gz", "triples.txt"):
+    for name in ("triples.train.small.tsv.gz", "triples.txt"):
         path = put(tmp_path / name, text_triples())
         assert sniff_format(path) == "msmarco"
         assert read(path)[0] == [r._replace(negatives=r.negatives[:1]) for r in RECORDS]
 
 
-def test_the_collection_is_not_held_in_memory_and_may_not_change_while_it_is_read(tmp_path: Path) -> None:
+def test_the_collection_is_not_held_in_memory(tmp_path: Path) -> None:
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "".join(f"{i}\t{'word ' * 100}\n" for i in range(20_000)))
     tracemalloc.start()
@@ -89,8 +84,3 @@ def test_the_collection_is_not_held_in_memory_and_may_not_change_while_it_is_rea
     finally:
         tracemalloc.stop()
     assert count == 3 and peak < 3_000_000 < (folder / "collection.tsv").stat().st_size / 3
-    records = read_records(put_msmarco(tmp_path / "n"))
-    next(records)
-    put(tmp_path / "n" / "collection.tsv", "something else\n" * 9)
-    with pytest.raises(DataError, match=r"collection\.tsv: a line is gone \(it changed while it was read\)"):
-        list(records)

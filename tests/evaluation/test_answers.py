@@ -16,36 +16,28 @@ from contaccum.evaluation.open_qa import answer_finder, load_passages, score_ope
 STRING = [
     ("It opened in Paris, France.", ["paris"], True),
     ("It opened in Paris, France.", ["Paris , France"], True),  # punctuation is a token, blanks are none
-    ("It opened in Paris, France.", ["Paris France"], False),
     ("The parish was small.", ["paris"], False),  # whole tokens only
-    ("He was 42 years old", ["4"], False),
     ("He was 42 years old", ["none", "42"], True),
     ("café", ["cafe"], False),  # NFD keeps the accent, as a mark within the word
     ("caf\u00e9", ["cafe\u0301"], True),  # composed or not is the same
     ("CAF\u00c9", ["caf\u00e9"], True),
     ("東京タワー", ["東京"], False),  # no blank, no new token
-    ("東京、日本", ["東京"], True),
     ("هو ١٢ سنة", ["١٢"], True),
     ("snake_case", ["snake"], True),  # an underscore is punctuation
     ("x²+½", ["x² + ½"], True),  # numbers of every kind
-    ("don't", ["don ' t"], True),
     ("a\u00a0b", ["a b"], True),  # any separator is a blank
     ("zero\u200bwidth", ["zero width"], True),  # control characters end a token
-    ("10,000 people", ["10,000"], True),
     ("10,000 people", ["10000"], False),
     ("straße", ["STRASSE"], False),  # lower case, not case folding
-    ("x", ["a much longer answer than the passage"], False),
     ("text", ["", "  ", "\u200b"], False),  # nothing to be found; DPR finds it everywhere
 ]
 
 REGEX = [
     ("born in 1947 in Rome", [r"19\d\d"], True),
-    ("born in 1847", [r"19\d\d"], False),
     ("Long Island", ["long island|new york"], True),
     ("first\nSecond line", ["^second"], True),  # every line begins
     ("caf\u00e9", ["cafe\u0301"], True),
     ("a (b", ["(b"], False),  # not a pattern: never found
-    ("a b", ["(b", "a"], True),
 ]
 
 

@@ -72,12 +72,11 @@ def test_ties_are_ordered_as_trec_eval_does_and_a_document_with_the_querys_id_is
     assert metrics.trec_order({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0}) == [("b", 1.0), ("a", 1.0 + 1e-9), ("c", 0.5)]
 
 
-@pytest.mark.parametrize("leave_out", ["absent", "empty"])
-def test_judged_queries_without_results_count_as_zero(leave_out):
+def test_judged_queries_without_results_count_as_zero():
     qrels, run = random_qrels_and_run(1)
     full, full_per_query = score_run(qrels, run, K_VALUES)
     lost = [f"q{number}" for number in range(10)]
-    run = {qid: {} if qid in lost else hits for qid, hits in run.items() if qid not in lost or leave_out == "empty"}
+    run = {qid: {} if qid in lost else hits for qid, hits in run.items() if qid not in lost[:5]}  # absent, and empty
     means, per_query = score_run(qrels, run, K_VALUES)
     for name, value in means.items():
         assert value == pytest.approx(full[name] - sum(full_per_query[qid][name] for qid in lost) / len(qrels))
@@ -105,14 +104,10 @@ def test_metrics_are_named_in_any_case_and_unknown_ones_refused():
             check_metric(name)
 
 
-def shifted_scores(n: int, shift: float = 0.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(seed)
-    b = generator.normal(size=n)
-    return b + generator.normal(shift, 1.0, size=n), b
-
-
 def test_exchanging_the_systems_mirrors_the_difference_and_a_seed_decides_it():
-    a, b = shifted_scores(80, 0.2)
+    generator = np.random.default_rng(0)
+    b = generator.normal(size=80)
+    a = b + generator.normal(0.2, 1.0, size=80)
     one, other = paired_bootstrap(a, b), paired_bootstrap(b, a)
     assert one.difference == pytest.approx(a.mean() - b.mean())
     assert (one.difference, one.p_value) == (-other.difference, other.p_value)

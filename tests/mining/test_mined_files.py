@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from mining_files import write_beir_data, write_lines, write_pairs
 
@@ -97,27 +96,6 @@ def test_queries_with_too_few_negatives_are_dropped_or_written_and_counted(tiny_
     with pytest.raises(DataError, match="no query has 4 negatives"):
         write_mined(mine_hard_negatives(data, model, num_negatives=4, show_progress=False), tmp_path / "none.jsonl")
     assert not list(tmp_path.glob("none*"))
-
-
-def test_the_report_names_data_rules_and_counts(mined, tmp_path, sources):
-    _, report = write_mined(mined["pairs"], tmp_path / "out.jsonl", report={"model": {"name": "tiny"}})
-    record = json.loads(report.read_text())
-    assert record["data"]["path"] == str(sources["pairs"]) and len(record["data"]["fingerprint"]) == 64
-    assert record["rules"]["num_negatives"] == 2 and record["search"]["similarity"] == "cos"
-    assert record["model"] == {"name": "tiny"} and (record["pairs"], record["negatives_kept"]) == (40, 72)
-    mean = np.concatenate(mined["pairs"].positive_scores).mean()
-    assert record["mean_positive_score"] == pytest.approx(mean)
-    assert record["dropped"] == {}
-
-
-@pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
-def test_a_failure_while_writing_leaves_what_was_there(mined, tmp_path, output_format, monkeypatch):
-    path = output(tmp_path, output_format)
-    path.write_text("old")
-    monkeypatch.setattr("contaccum.mining._short", lambda scores: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_mined(mined["pairs"], path, output_format, overwrite=True)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
 def test_an_output_that_would_lose_something_is_refused(tmp_path, sources):

@@ -17,7 +17,6 @@ from sentence_transformers import util
 from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
-from contaccum.errors import ConfigError
 from contaccum.mining import (
     SelectionRules,
     _candidates,
@@ -132,32 +131,6 @@ def test_random_sampling_is_uniform_and_depends_on_the_seed_alone():
     assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"num_negatives": 0}, "num_negatives"),
-        ({"range_min": -1}, "range_min"),
-        ({"range_min": 5, "range_max": 7}, "raise it to 8"),
-        ({"relative_margin": 1.5}, "relative_margin"),
-        ({"sampling": "best"}, "sampling"),
-        ({"cross_encoder_margin": 3.0}, "needs a cross_encoder"),
-        ({"method": "bm25"}, "leave it out"),
-        ({"index": "IVF64,Flat"}, "needs 64 vectors"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_before_anything_is_encoded(rules, message, model, pairs, monkeypatch):
-    monkeypatch.setattr("contaccum.retrieval.encode.encode_corpus", lambda *args: pytest.fail("encoded"))
-    with pytest.raises(ConfigError, match=message):
-        mine(model, pairs, **rules)
-
-
-def test_more_candidates_are_considered_only_where_a_rule_may_drop_some():
-    assert SelectionRules(num_negatives=4, range_min=10).depth == 14
-    assert SelectionRules(num_negatives=4, range_min=10, relative_margin=0.05).depth == 50
-    assert SelectionRules(num_negatives=4, sampling="random").depth == 40
-    assert SelectionRules(num_negatives=4, range_max=9, max_score=0.5).depth == 9
-
-
 # Search --------------------------------------------------------------------------------------------------------------
 
 
@@ -189,18 +162,6 @@ def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
         apart += expected.tolist() != scores[scores <= high][:3].tolist()
         assert mined.scores[number][: len(expected)] == pytest.approx(expected, abs=1e-6)
     assert apart
-
-
-def test_a_query_with_many_positives_is_searched_beyond_them(model):
-    positives = {"q": [f"the cat {n}" for n in range(30)], "r": "the dog sits"}
-    records = [{"query": query, "positive": positive} for query, positive in positives.items()]
-    mined = mine(model, records, num_negatives=1)
-    assert (mined.rows >= 0).all() and mined.data.documents[mined.rows[0, 0]].text == "the dog sits"
-
-
-def test_an_approximate_index_mines_too(model, pairs):
-    mined, exact = mine(model, pairs, index="HNSW8"), mine(model, pairs)
-    assert mined.search["index"] == "HNSW8" and (mined.rows == exact.rows).mean() > 0.9
 
 
 @pytest.mark.parametrize("method", ["dense", "bm25"])

@@ -8,7 +8,7 @@ import json
 import pytest
 from mining_files import write_beir, write_lines, write_pairs
 
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError
 from contaccum.mining import load_mining_data
 
 
@@ -55,12 +55,6 @@ def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_ca
     assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3", "d6"], ["d5"]]
 
 
-def test_a_judgement_of_a_copy_counts_for_the_passage(tmp_path):
-    data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d1", 1), ("q1", "d5", 1)]))
-    assert [data.documents[row].id for row in data.positives[0]] == ["d0"]
-    assert 0 in data.excluded[0]
-
-
 def test_queries_of_the_same_text_share_their_positives(tmp_path):
     queries = {"q0": "is it blue", "q1": "Is it  blue"}
     data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, queries, [("q0", "d5", 1), ("q1", "d6", 1)]))
@@ -99,17 +93,6 @@ def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
 def test_data_without_anything_to_mine_are_refused(tmp_path, qrels, documents, message):
     with pytest.raises(DataError, match=message):
         load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, qrels))
-
-
-def test_an_unknown_format_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="xlsx"):
-        load_mining_data(tmp_path / "p.jsonl", data_format="xlsx")
-
-
-def test_tables_with_columns_of_their_own_are_mined_too(tmp_path):
-    (tmp_path / "p.csv").write_text("ask,reply\nq1,a\nq2,b\n")
-    data = load_mining_data(tmp_path / "p.csv", columns={"query": "ask", "positive": "reply"})
-    assert data.queries == ["q1", "q2"] and [passages(data, rows) for rows in data.positives] == [["a"], ["b"]]
 
 
 def test_records_in_memory_give_what_their_file_gives(tmp_path):

@@ -86,13 +86,6 @@ def test_nan_and_numbers_that_are_too_large_are_refused_by_their_row(slices_of):
         exact_search(ArrayRows(vectors(10)), queries, 2)
 
 
-def test_a_zero_vector_scores_zero():
-    documents = np.float32([[0, 0], [1, 0], [-1, 0]])
-    scores, rows = exact_search(ArrayRows(documents), np.float32([[2, 0], [0, 0]]), 3)
-    np.testing.assert_array_equal(rows, [[1, 0, 2], [0, 1, 2]])
-    np.testing.assert_array_equal(scores, [[1, 0, -1], [0, 0, 0]])
-
-
 def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slices_of):
     slices_of(2100)
     documents, queries = vectors(3000), vectors(20, seed=1)
@@ -108,13 +101,6 @@ def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slice
 
 
 # Other indexes -------------------------------------------------------------------------------------------------------
-
-
-def test_what_an_approximate_index_does_not_find_is_marked_and_last():
-    scores, rows = search(build_index(vectors(64), "IVF8,Flat", parameters="nprobe=1"), vectors(5, seed=1), k=60)
-    assert (rows == -1).any()
-    np.testing.assert_array_equal(rows == -1, np.isneginf(scores))
-    assert (np.diff(scores[:, :3]) <= 0).all()
 
 
 @pytest.mark.parametrize("factory", ["HNSW32", "IVF4,Flat", "SQ8", "PCA15,Flat", "IVF4,Flat,RFlat", "Flat"])

@@ -166,12 +166,12 @@ def test_a_host_is_never_asked_for_more_than_it_has(tmp_path: Path, monkeypatch:
 
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), **AUTO)
     sizes: list[int] = []
-    monkeypatch.setattr(memory, "_growth", lambda work: (work(), 100.0 * sizes[-1])[1])
+    monkeypatch.setattr(memory, "_growth", lambda work, n: (work(n), 100.0 * n)[1])
     monkeypatch.setattr(memory, "_room_on_host", lambda: 600.0)
     args.gradient_accumulation_steps = 12
     assert largest_that_fits(args, 1, sizes.append) == 6 and max(sizes) == 6  # though 12 would not have failed
     monkeypatch.undo()
-    assert 90 < memory._growth(lambda: torch.ones(25_000_000).sum()) < 400 and memory._room_on_host() > 100
+    assert 90 < memory._growth(lambda n: torch.ones(n).sum(), 25_000_000) < 400 and memory._room_on_host() > 100
 
 
 def test_a_limit_is_given_to_cuda_as_a_share_of_the_card(

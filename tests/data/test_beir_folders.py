@@ -19,7 +19,6 @@ from contaccum.data import (
     BEIR_NAMES,
     NOT_PUBLIC,
     PUBLIC_NAMES,
-    BadRecord,
     RecordReport,
     default_split,
     load_beir_folder,
@@ -118,8 +117,8 @@ def test_every_bad_record_names_its_file_line_and_reason(
     assert "\n" not in str(caught.value) and "--on_bad_record skip" in str(caught.value)
     report = RecordReport("skip")
     data = load_beir_folder(folder, report=report)
-    assert data.report is report and report.entries == [BadRecord(str(folder / name), line, reason)]
-    assert (report.seen, report.used, report.reported) == (10, 9, 1)
+    assert data.report is report and report.first == f"{folder / name}:{line}"
+    assert (report.seen, report.used, report.reported, report.by_reason) == (10, 9, 1, {reason: 1})
     assert data.fingerprint == load_beir_folder(make(tmp_path / "clean")).fingerprint
 
 
@@ -132,7 +131,7 @@ def test_a_document_left_out_takes_its_judgements_along_and_both_are_counted(tmp
 def test_empty_documents_are_kept_for_evaluation_and_refused_for_training(tmp_path: Path) -> None:
     folder = make(tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'])
     data = load_beir_folder(folder)
-    assert data.corpus["d9"] == {"title": " ", "text": ""} and data.report.notes == {"empty documents kept": 1}
+    assert data.corpus["d9"] == {"title": " ", "text": ""}
     with pytest.raises(DataError, match=r"corpus\.jsonl:4: empty document: 'd9'"):
         load_beir_folder(folder, allow_empty_documents=False)
 
@@ -149,14 +148,9 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
             load_beir_folder(make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip")
 
 
-@pytest.mark.parametrize(
-    ("title", "text", "separator", "passage"),
-    [("T", "x ", " ", "T x"), (" ", "x", " [SEP] ", "x"), ("T", " ", " | ", "T"), ("T", "x", " | ", "T | x")],
-)
-def test_a_passage_is_title_and_text_without_a_stray_separator(
-    title: str, text: str, separator: str, passage: str
-) -> None:
-    assert passage_text(title, text, separator) == passage
+@pytest.mark.parametrize(("title", "text", "passage"), [("T", "x ", "T x"), (" ", "x", "x"), ("T", " ", "T")])
+def test_a_passage_is_title_and_text_without_a_stray_space(title: str, text: str, passage: str) -> None:
+    assert passage_text(title, text) == passage
 
 
 def test_shipped_scifact_is_the_published_one(tmp_path: Path) -> None:
