@@ -376,13 +376,6 @@ class BankedInfoNCE(nn.Module):
             self.probe = None if probe is None else DriftProbe(probe.shape[2:], self.bank_size, probe.dtype, device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def extra_repr(self) -> str:
-        return (
-            f"bank_size={self.bank_size}, query_bank_size={self.query_bank_size}, temperature={self.temperature}, "
-            f"similarity={self.similarity!r}, normalize_by={self.normalize_by!r}, "
-            f"drift_compensation={self.drift_compensation!r}"
-        )
-
 
 class _MicroStep(NamedTuple):
     """What the loss of a micro-batch is made of."""

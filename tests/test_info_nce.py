@@ -424,6 +424,8 @@ def test_a_state_of_other_settings_is_refused() -> None:
         BankedInfoNCE(bank_size=5).load_state_dict(loss_fn.state_dict())
     with pytest.raises(ConfigError, match="drift_compensation"):
         BankedInfoNCE(bank_size=4, drift_compensation="none").load_state_dict(loss_fn.state_dict())
+    with pytest.raises(ConfigError, match=r"contaccum 0\.1"):
+        BankedInfoNCE(bank_size=4).load_state_dict({"bank.passages": torch.zeros(4, 8)})
 
 
 @pytest.mark.parametrize(
