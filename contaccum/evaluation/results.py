@@ -137,8 +137,7 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "
     def hit(line: str) -> tuple[str, str, float]:
         cells = line.split()
         if len(cells) != 6:
-            mend = "write query, Q0, document, rank, score and tag, separated by blanks"
-            raise Fault("not six columns", f"found {len(cells)}", mend)
+            raise Fault("not six columns", f"found {len(cells)}")
         query, document = (cell.replace("%20", " ") for cell in (cells[0], cells[2]))
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
