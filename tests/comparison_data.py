@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from sample_texts import sentences
 
-QUERIES = [f"q{i}" for i in range(20)]
 METRICS = ("NDCG@10", "Recall@100", "MRR@10", "Accuracy@20")
 
 
@@ -58,7 +57,10 @@ def made_up(plan: Any) -> dict[str, dict[str, Any]]:
                 "labels": group.labels,
                 "seed": seed,
                 "evaluations": {
-                    "beir": {"metrics": metrics, "query_ids": QUERIES, "per_query": dict.fromkeys(METRICS, values)}
+                    "beir": {
+                        "metrics": metrics,
+                        "per_query": {f"q{n}": dict.fromkeys(METRICS, value) for n, value in enumerate(values)},
+                    }
                 },
                 "initial_weights": f"weights {seed}",
                 "data_order": f"order {seed}",

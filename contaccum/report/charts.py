@@ -28,6 +28,7 @@ _STYLE: Any = {  # the keys' own type is a list of all of them
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
 }
 # Of a log, what is drawn; docs/drift.md says what each is.
 _DRAWN = (
@@ -39,14 +40,13 @@ _DRAWN = (
 
 
 class Panel(NamedTuple):
-    """A picture: its title, what draws it on axes, and a note."""
+    """A picture: its title, and what draws it on axes."""
 
     title: str
     draw: Callable[[Any], None]
-    note: str = ""
 
 
-def line_panel(title: str, lines: Mapping[str, Sequence[Points]], note: str = "", unit: str = "update") -> Panel:
+def line_panel(title: str, lines: Mapping[str, Sequence[Points]], unit: str = "update") -> Panel:
     """Lines over updates, say: the mean over runs, and a band from the lowest to the highest.
 
     Args:
@@ -61,25 +61,13 @@ def line_panel(title: str, lines: Mapping[str, Sequence[Points]], note: str = ""
                 continue
             runs = np.asarray([points[:length] for points in found], dtype=float)
             x, y = runs[..., 0].mean(axis=0), runs[..., 1]
-            look = {"color": f"C{series % 10}", "gid": f"series-{series}"}
-            axes.plot(x, y.mean(axis=0), marker="." if length < 40 else "", linewidth=1.4, label=name, **look)
+            colour, marker = f"C{series % 10}", "." if length < 40 else ""
+            axes.plot(x, y.mean(axis=0), color=colour, marker=marker, linewidth=1.4, label=name)
             if len(runs) > 1:
-                axes.fill_between(x, y.min(axis=0), y.max(axis=0), alpha=0.15, linewidth=0, **look)
+                axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(unit)
 
-    return Panel(title, draw, note)
-
-
-def difference_panel(title: str, differences: Sequence[float], note: str = "") -> Panel:
-    """A bar per query, from the greatest gain to the greatest loss."""
-
-    def draw(axes: Any) -> None:
-        values = np.sort(np.asarray(differences, dtype=float))[::-1]
-        for part, colour in ((np.maximum(values, 0), "tab:green"), (np.minimum(values, 0), "tab:red")):
-            axes.fill_between(np.arange(len(values)), part, step="mid", color=colour)
-        axes.set_xlabel("queries, by difference")
-
-    return Panel(title, draw, note)
+    return Panel(title, draw)
 
 
 def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN) -> list[Panel]:
@@ -87,16 +75,11 @@ def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN) 
     panels = []
     for key in keys:
         lines = {
-            name: [[(record["update"], record[key]) for record in log if is_number(record.get(key))] for log in found]
+            name: [[(record["update"], record[key]) for record in log if record.get(key) is not None] for log in found]
             for name, found in logs.items()
         }
         panels += [line_panel(key, lines)] if any(map(any, lines.values())) else []
     return panels
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is one that can be drawn: logs hold texts, None and, of before, NaN too."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:
@@ -110,7 +93,7 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
         for number, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(rows, _COLUMNS, number)
             panel.draw(axes)
-            axes.set_title("\n".join(filter(None, (panel.title, panel.note))), fontsize=9)
+            axes.set_title(panel.title, fontsize=9)
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(fontsize=7)
         figure.savefig(path, format="png", dpi=110)
@@ -121,15 +104,13 @@ def to_svg(panel: Panel) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
     out = io.StringIO()
     # Clip paths and markers are known by hashes, which must differ between the pictures of a page.
-    with matplotlib.rc_context({**_STYLE, **ink, "svg.hashsalt": panel.title}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": panel.title}):
         figure = Figure(figsize=(4.4, 2.5), layout="constrained")
         panel.draw(figure.subplots())
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(out, format="svg", transparent=True)
     box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', out.getvalue())[1:]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;", "", body, flags=re.S)
-    body = re.sub(r' id="series-(\d+)"', r' data-series="\1"', body)
     body = re.sub(r' id="[\w.]+_\d+"', "", body).replace(_INK, "currentColor")
     return f'<svg role="img" aria-label="{escape(panel.title)}" {box}>{body}'
