@@ -10,7 +10,6 @@ the same turn. Peaks are measured in a process of their own. Quality is not meas
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from contaccum.encoders import DualEncoder, set_dropout
@@ -56,15 +56,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--output": {"type": Path, "help": "JSON to write"},
     "--peak_of": {"help": argparse.SUPPRESS},  # a cell, in the process that measures its peak
 }
-
-
-def cells(options: argparse.Namespace) -> list[Cell]:
-    """What is measured; methods without a bank once per total."""
-    found = []
-    for total, method in itertools.product(options.total, options.methods):
-        banks = options.bank if method in BANK_METHODS else [0]
-        found += [(total, method, bank) for bank in banks]
-    return found
 
 
 def make_encoder(options: argparse.Namespace) -> DualEncoder:
@@ -152,7 +143,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = make_encoder(options)
     optimizer, shuffled, records = optimizer_of(model), random.Random(0), []
     for total in options.total:
-        some = [cell for cell in cells(options) if cell[0] == total]
+        banks = {method: options.bank if method in BANK_METHODS else [0] for method in options.methods}
+        some = [(total, method, bank) for method, sizes in banks.items() for bank in sizes]
         updates = {cell: Update(options, model, optimizer, cell) for cell in some}
         seconds: dict[Cell, list[float]] = {cell: [] for cell in some}
         for turn in range(options.repeats + 1):  # the first warms up
@@ -161,12 +153,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 seconds[cell] += [taken] if turn else []
             print(f"total {total}: turn {turn} of {options.repeats}", file=sys.stderr)
         del updates
-        base = torch.tensor(seconds.get((total, "grad_accum", 0), []), dtype=torch.float64)
+        base = np.array(seconds.get((total, "grad_accum", 0), []))
         for cell in some:
-            times = torch.tensor(seconds[cell], dtype=torch.float64)
-            low, median, high = times.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+            low, median, high = np.quantile(seconds[cell], [0.25, 0.5, 0.75]).tolist()
             record = {"total": total, "method": cell[1], "bank": cell[2], "seconds": median, "seconds_low": low}
-            record |= {"seconds_high": high, "ratio": (times / base).median().item() if len(base) else None}
+            record |= {"seconds_high": high, "ratio": float(np.median(seconds[cell] / base)) if len(base) else None}
             records.append(record | {"pairs_per_second": total / median})
     if not options.no_memory:
         for record in records:

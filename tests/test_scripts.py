@@ -71,7 +71,5 @@ def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(
         AutoModel.from_pretrained(tmp_path / name).encoder.layer[0].attention.self.query.weight for name in "abc"
     )
     assert a.shape == (64, 64) and a.equal(b) and not a.equal(c)
-    with pytest.raises(SystemExit, match="no more layers than it has"):
+    with pytest.raises(SystemExit, match="no bert of 99 layers"):
         run_script("eval/small_backbone.py", backbone, tmp_path / "deep", "--layers", 99)
-    with pytest.raises(SystemExit, match="exists"):
-        run_script("eval/small_backbone.py", backbone, tmp_path / "a")
