@@ -17,16 +17,13 @@ from contaccum.training.config import load_data
 from contaccum.training.trainer import ContAccumTrainer
 
 
-def jobs_of(tokens: list[str], beir: str, methods: list[str], folder: Path) -> list[dict[str, Any]]:
-    evaluation = {"data": [beir], "split": "test", "updates": 0, "before": False, "precision": "float32"}
-    evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
-    plan = make_plan(read_options([], tokens), read_entries(methods, []), {}, [3])
-    return make_jobs(plan, evaluation, about_sets(evaluation), folder)
-
-
 def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_each_update(
-    tokens: list[str], beir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokens: list[str], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    evaluation = {"data": [str(place / "beir")], "split": "test", "updates": 0, "before": False, "precision": "float32"}
+    evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
+    plan = make_plan(read_options([], tokens), read_entries(["in_batch", "contaccum"], []), {}, [3])
+    jobs = make_jobs(plan, evaluation, about_sets(evaluation), tmp_path)
     seen: list[set[bytes]] = []
     step = ContAccumTrainer.training_step
 
@@ -38,7 +35,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
 
     monkeypatch.setattr(ContAccumTrainer, "training_step", recording)
     results, updates = [], []
-    for job in jobs_of(tokens, beir, ["in_batch", "contaccum"], tmp_path):
+    for job in jobs:
         results.append(run_job(job))
         updates.append(seen.copy())
         seen.clear()
@@ -51,7 +48,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
     assert json.loads(json.dumps(results)) == results
 
 
-def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str], beir: str) -> None:
+def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str]) -> None:
     def orders(*more: str) -> set[str]:
         plan = make_plan(read_options([], [*tokens, *more]), read_entries(["in_batch", "grad_accum"], []), {}, [0])
         data = load_data(*next(iter(plan.groups.values())).parsed[1:])
@@ -75,8 +72,7 @@ if job["what"] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if job["what"] == "hang":
     os.read(0, 1)  # until the parent is gone
-if job["what"] == "ok":
-    (Path(job["folder"]) / "result.json").write_text(os.environ["OMP_NUM_THREADS"])
+(Path(job["folder"]) / "result.json").write_text(os.environ["OMP_NUM_THREADS"])
 """
 
 
@@ -95,17 +91,13 @@ def start(tmp_path: Path) -> Any:
 def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_once(start: Any, tmp_path: Path) -> None:
     lines: list[str] = []
     failed = start(["fail", "ok", "killed", "ok"], 2, lines.append)
-    assert failed == {
-        "0-fail": "exit code 1: no such thing",
-        "2-killed": "exit code -9: nothing on stderr",
-    }
+    assert failed == {"0-fail": "exit code 1: no such thing", "2-killed": "exit code -9: nothing on stderr"}
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert [(tmp_path / n / "result.json").read_text() for n in ("1", "3")] == [threads, threads]
     running = [0]
     for line in lines:
         running.append(running[-1] + (1 if line.endswith(": started") else -1))
     assert (max(running), running[-1]) == (2, 0)
-    assert sum("exit code" in line for line in lines) == 2
 
 
 def test_an_interrupt_leaves_no_process(start: Any) -> None:
