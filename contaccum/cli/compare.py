@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,21 +21,19 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.comparison.plan import make_plan, read_entries, read_grid, read_options
     from contaccum.comparison.report import build_report, markdown
     from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs, unfinished
-    from contaccum.report.charts import save_png
-    from contaccum.report.page import comparison_panels, read_comparison
+    from contaccum.report.page import comparison_panels, read_comparison, save_png
 
     options = read_options(files, rest)
-    _refuse_credentials(argv, options)
+    if redact_record([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
+        raise ConfigError("a credential among the options, which are written down: put it into the environment")
     entries = read_entries(asked.methods, asked.variant)
     plan = make_plan(options, entries, read_grid(asked.grid), asked.seeds, asked.baseline)
     evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
     sets = about_sets(evaluation)
-    print(f"{len(plan.groups)} settings, {len(plan.seeds)} seeds; baseline {plan.baseline}")
-
     output = asked.output_dir
     jobs = make_jobs(plan, evaluation, sets, output / "runs")
     todo = unfinished(jobs)
-    print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already")
+    print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
     failed = run_jobs(todo, asked.jobs, partial(print, flush=True))
 
     about = {
@@ -74,8 +72,7 @@ def _parser() -> Parser:
     add("--baseline", metavar="NAME", help="what the others are compared with; default: grad_accum, or else the first")
     add("--eval_data", nargs="+", default=[], metavar="DIR", help="BEIR folders, or names of public sets")
     add("--eval_split", default="test")
-    add("--eval_updates", type=positive, default=0, metavar="N", help="score the first set every N updates")
-    add("--eval_before", action="store_true", help="score the first set before training too")
+    add("--eval_updates", type=positive, metavar="N", help="score the first set before training and every N updates")
     add("--eval_queries", type=positive, metavar="N", help="a fixed sample of the queries")
     add("--eval_corpus", type=positive, metavar="N", help="a fixed sample of the corpus; relevant ones are in it")
     add("--eval_precision", choices=PRECISIONS, default="float32", help="of the final scores")
@@ -83,9 +80,3 @@ def _parser() -> Parser:
     add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
     add("--output_dir", type=Path, default=Path("runs/compare"))
     return parser
-
-
-def _refuse_credentials(argv: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
-    given = [*argv, dict(options)]
-    if redact_record(given) != given or any(key.endswith("_token") for key in options):
-        raise ConfigError("a credential among the options, which are written down: put it into the environment")

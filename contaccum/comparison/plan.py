@@ -127,19 +127,17 @@ def make_plan(
     names = [entry.name for entry in entries]
     baseline = baseline or ("grad_accum" if "grad_accum" in names else names[0])
     check_choice("--baseline", baseline, names)
+    grid_cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     groups: dict[str, Group] = {}
-    cells: list[dict[str, str]] = []
-    for values in itertools.product(*grid.values()):
-        cell = dict(zip(grid, values, strict=True))
-        cells.append({})
-        for entry in entries:
+    cells: list[dict[str, str]] = [{} for _ in grid_cells]
+    for entry in entries:
+        for cell, members in zip(grid_cells, cells, strict=True):
             labels = _labels(entry, cell, grid)
             if entry.name == baseline or labels.items() <= cell.items():
                 group = _group(entry, labels, options)
                 groups[group.name] = group
-                cells[-1][entry.name] = group.name
-    ordered = sorted(groups.values(), key=lambda group: names.index(group.entry))
-    return Plan(entries, grid, list(dict.fromkeys(seeds)), baseline, {group.name: group for group in ordered}, cells)
+                members[entry.name] = group.name
+    return Plan(entries, grid, list(dict.fromkeys(seeds)), baseline, groups, cells)
 
 
 def as_tokens(options: Options) -> list[str]:
@@ -165,8 +163,6 @@ def _applies(key: str, method: str) -> bool:
     """Whether a training argument means anything to a method."""
     if key == "grad_cache_mini_batch_size":
         return method == "grad_cache"
-    if key == "query_bank_size" and method == "pre_batch":
-        return False
     return method in BANK_METHODS or key not in LOSS_SETTINGS or key in _OF_EVERY_LOSS
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import set_seed
@@ -43,13 +43,9 @@ Job = dict[str, Any]
 
 
 def about_sets(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a report says of each set that is scored; reads them all, one at a time.
+    """What a report says of each set that is scored; raises `UserError` for none, two of one name, or one to mend.
 
-    Args:
-        evaluation: the options of `contaccum compare` that begin with eval_, by the rest of their names.
-
-    Raises:
-        UserError: one that cannot be used; none, or two of one name, which a report could not tell apart.
+    ``evaluation`` has the options of `contaccum compare` that begin with eval_, by the rest of their names.
     """
     sets = [about_data(_load_set(evaluation, given)) for given in evaluation["data"]]
     if len({data["name"] for data in sets}) < max(1, len(sets)):
@@ -125,13 +121,11 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     take_prompts(args, data, model)
     initial_weights = model_fingerprint(model)
     evaluator = None
-    if evaluation["updates"] or evaluation["before"]:
-        args.eval_strategy, args.eval_steps = IntervalStrategy.STEPS, evaluation["updates"] or sys.maxsize
-        args.eval_on_start = evaluation["before"]
-        first = _load_set(evaluation, evaluation["data"][0])
-        similarity: Any = args.similarity
+    if evaluation["updates"]:
+        args.eval_strategy, args.eval_steps, args.eval_on_start = IntervalStrategy.STEPS, evaluation["updates"], True
+        first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
         evaluator = RetrievalEvaluator(first, [name.lower() for name in METRICS], evaluation["batch_size"], similarity)
-    about = {"data_fingerprint": data.fingerprint, "mining_data": load_mining_data_of(data_args, args)}
+    about: dict[str, Any] = {"data_fingerprint": data.fingerprint, "mining_data": load_mining_data_of(data_args, args)}
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, quiet=True, **about)
     trainer.train()
     log = read_log(folder / TRAIN_LOG)

@@ -1,18 +1,25 @@
 """One HTML page of runs, evaluations and comparisons that needs nothing else: no network and no script.
 
-What lies at a path is read here, and what is said of it worked out; page.html.j2 puts it into words and tables. Jinja
-escapes every text, matplotlib those of its pictures, and the page's policy lets nothing run and nothing load.
+What lies at a path is read here, what is said of it worked out, and curves are drawn, each as an SVG inside the page or
+side by side in a PNG; page.html.j2 puts the rest into words and tables. Jinja escapes every text, matplotlib those of
+its pictures, and the page's policy lets nothing run and nothing load.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from contaccum.comparison.report import COST, METRICS, NOTES, table_rows
 from contaccum.errors import ConfigError, UserError
@@ -20,7 +27,6 @@ from contaccum.evaluation.metrics import MAIN_METRICS, holm
 from contaccum.evaluation.results import read_result, result_files
 from contaccum.evaluation.tables import compare_queries
 from contaccum.files import read_json, redact
-from contaccum.report.charts import Log, Panel, line_panel, log_panels, to_svg
 from contaccum.training.log import EVAL_LOG, RUN_RECORD, TRAIN_LOG, CollapseWatch, read_log
 from contaccum.version import __version__
 
@@ -29,6 +35,7 @@ RUN, COMPARISON, EVALUATION = "run", "comparison", "evaluation"
 _HERE = Path(__file__).parent
 _REPORT = "report.json"
 _SHOWN = 50  # gains, and losses, that are listed
+Log = Sequence[Mapping[str, Any]]
 
 
 @dataclass
@@ -39,7 +46,6 @@ class Source:
     """
 
     kind: str
-    path: Path
     name: str
     record: Mapping[str, Any]
     logs: Mapping[str, Log] = field(default_factory=dict)
@@ -91,11 +97,11 @@ def _read_source(path: Path) -> Iterator[Source]:
         yield read_comparison(path if content else path / _REPORT)
     elif (path / RUN_RECORD).is_file():
         logs = {name: _log(path / name) for name in (TRAIN_LOG, EVAL_LOG)}
-        yield Source(RUN, path, path.resolve().name, read_json(path / RUN_RECORD), logs)
+        yield Source(RUN, path.resolve().name, read_json(path / RUN_RECORD), logs)
     elif "sets" in content or {"metrics", "per_query", "data"} <= content.keys():
         for file in result_files(path):
             record = read_result(file)
-            yield Source(EVALUATION, file, Path((record.get("model") or {}).get("name") or file.stem).name, record)
+            yield Source(EVALUATION, Path((record.get("model") or {}).get("name") or file.stem).name, record)
     else:
         mend = "give a folder of `contaccum train` or `compare`, or a file of `contaccum evaluate` or `open_qa`"
         raise UserError(f"{path}: nothing that can be reported ({mend})")
@@ -105,7 +111,7 @@ def read_comparison(path: Path) -> Source:
     """A comparison's `report.json`, and the logs of its runs where they lie beside it."""
     report = read_json(path)
     logs = {name: _log(path.parent / "runs" / Path(name).name / TRAIN_LOG) for name in report["runs"]}
-    return Source(COMPARISON, path, path.resolve().parent.name, report, logs)
+    return Source(COMPARISON, path.resolve().parent.name, report, logs)
 
 
 def _log(path: Path) -> Log:
@@ -120,49 +126,32 @@ def _training(runs: Sequence[Source]) -> dict[str, Any]:
     """Each run's figures and settings, which settings differ, and curves."""
     logs = {run.name: run.logs[TRAIN_LOG] for run in runs}
     curves = {run.name: run.logs[EVAL_LOG] for run in runs}
-    settings = {run.name: _settings(run.record) for run in runs}
     rows = []
     for run in runs:
         log = logs[run.name]
         scores = [(point["eval_ndcg@10"], point["update"]) for point in curves[run.name] if "eval_ndcg@10" in point]
-        row = {
-            "name": run.name,
-            "record": run.record,
-            "settings": settings[run.name],
-            "best": max(scores, default=None),
-        }
+        row: dict[str, Any] = {"name": run.name, "record": run.record, "best": max(scores, default=None)}
+        row["settings"] = {key: str(x) for key, x in run.record["arguments"].items() if key != "output_dir"}
         row |= {"last": log[-1]["update"] if log else 0, "loss": log[-1]["loss"] if log else None}
         row["seconds"] = statistics.median([record["seconds"] for record in log] or [0.0])
         row["memory"] = max((record["peak_memory_mb"] for record in log), default=0.0)
         rows.append(row)
     figures = dict.fromkeys(key for curve in curves.values() for point in curve for key in point if "@" in key)
-    keys = dict.fromkeys(key for one in settings.values() for key in one)
+    keys = dict.fromkeys(key for row in rows for key in row["settings"])
+    panels = log_panels({name: [curve] for name, curve in curves.items()}, list(figures))
     return {
         "runs": rows,
-        "differing": [key for key in keys if len({one.get(key, "") for one in settings.values()}) > 1],
+        "differing": [key for key in keys if len({row["settings"].get(key, "") for row in rows}) > 1],
         "warnings": [line for name, log in logs.items() for line in _warnings(name, log)],
-        "panels": [
-            *log_panels({name: [curve] for name, curve in curves.items()}, list(figures)),
-            *log_panels({name: [log] for name, log in logs.items()}),
-        ],
+        "panels": panels + log_panels({name: [log] for name, log in logs.items()}),
     }
-
-
-def _settings(record: Mapping[str, Any]) -> dict[str, str]:
-    found = dict(record["arguments"])
-    for part in ("data", "model", "evaluation"):
-        found |= {f"{part} {key}": value for key, value in record.get(part, {}).items()}
-    hidden = ("output_dir", "data sets")
-    return {key: str(value) for key, value in found.items() if key not in hidden and value is not None}
 
 
 def _warnings(name: str, log: Log) -> list[str]:
     """Collapses that a log shows, by the rules that warned while it was written, and updates that were skipped."""
     watch = CollapseWatch()
     found = [line for record in log for line in watch.observe(record)]
-    skipped = [str(record["update"]) for record in log if record.get("skipped")]
-    if skipped:
-        found.append(f"updates skipped, as loss or gradient were not finite: {', '.join(skipped)}")
+    found += [f"update {record['update']}: skipped, not finite" for record in log if record.get("skipped")]
     return [f"{name}: {line[:300]}" for line in found]
 
 
@@ -229,3 +218,102 @@ def comparison_panels(one: Source) -> list[Panel]:
 
 def _label(group: Mapping[str, Any]) -> str:
     return ", ".join([group["entry"], *(f"{key}={value}" for key, value in group["labels"].items())])
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+_INK = "#010203"  # text and axes, for which the page puts its own colour
+_STYLE: Any = {  # the keys' own type is a list of all of them
+    "svg.fonttype": "none",  # texts stay texts
+    "text.parse_math": False,  # a dollar sign in a name is one
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+}
+# Of a log, what is drawn; docs/drift.md says what each is.
+_DRAWN = (
+    *("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age"),
+    *("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage"),
+    *("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged"),
+    *("embedding_spread", "peak_memory_mb"),
+)
+
+
+class Panel(NamedTuple):
+    """A picture: its title, and what draws it on axes."""
+
+    title: str
+    draw: Callable[[Any], None]
+
+
+def line_panel(title: str, lines: Mapping[str, Sequence[Any]], unit: str = "update") -> Panel:
+    """Lines over updates, say: the mean over runs, and a band from the lowest to the highest.
+
+    Args:
+        lines: name -> the points of one run, or of several that differ by the seed; of none, nothing is drawn. The
+            place of a name is its colour.
+    """
+
+    def draw(axes: Any) -> None:
+        for series, (name, found) in enumerate(lines.items()):
+            length = min(map(len, found), default=0)
+            if not length:
+                continue
+            runs = np.asarray([points[:length] for points in found], dtype=float)
+            x, y = runs[..., 0].mean(axis=0), runs[..., 1]
+            colour, marker = f"C{series % 10}", "." if length < 40 else ""
+            axes.plot(x, y.mean(axis=0), color=colour, marker=marker, linewidth=1.4, label=name)
+            if len(runs) > 1:
+                axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+        axes.set_xlabel(unit)
+
+    return Panel(title, draw)
+
+
+def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN) -> list[Panel]:
+    """A picture of every key that some log holds: name -> the log of one run, or those of several seeds."""
+    panels = []
+    for key in keys:
+        lines = {
+            name: [[(record["update"], record[key]) for record in log if record.get(key) is not None] for log in found]
+            for name, found in logs.items()
+        }
+        panels += [line_panel(key, lines)] if any(map(any, lines.values())) else []
+    return panels
+
+
+def save_png(panels: Sequence[Panel], path: Path) -> None:
+    """All panels in one picture, three in a row."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = math.ceil(len(panels) / 3) or 1
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(15, 3.6 * rows), layout="constrained")
+        for number, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, 3, number)
+            panel.draw(axes)
+            axes.set_title(panel.title, fontsize=9)
+            if axes.get_legend_handles_labels()[1]:
+                axes.legend(fontsize=7)
+        figure.savefig(path, format="png", dpi=110)
+
+
+def to_svg(panel: Panel) -> str:
+    """One panel as an element for the page: its texts escaped, its ids its own, its ink the page's colour of text."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    out = io.StringIO()
+    # Clip paths and markers are known by hashes, which must differ between the pictures of a page.
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": panel.title}):
+        figure = Figure(figsize=(4.4, 2.5), layout="constrained")
+        panel.draw(figure.subplots())
+        figure.savefig(out, format="svg", transparent=True)
+    box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', out.getvalue())[1:]
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;", "", body, flags=re.S)
+    body = re.sub(r' id="[\w.]+_\d+"', "", body).replace(_INK, "currentColor")
+    return f'<svg role="img" aria-label="{escape(panel.title)}" {box}>{body}'

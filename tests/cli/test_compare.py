@@ -14,7 +14,7 @@ from contaccum.comparison import run as comparison_run
 from contaccum.comparison.report import METRICS
 
 SETTINGS = "num_train_epochs=2 per_device_train_batch_size=4 gradient_accumulation_steps=3 bank_size=20 use_cpu=true"
-MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "--eval_updates", "4", "--eval_before"]
+MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "--eval_updates", "4"]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from contaccum.training.trainer import ContAccumTrainer
 def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_each_update(
     tokens: list[str], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluation = {"data": [str(place / "beir")], "split": "test", "updates": 0, "before": False, "precision": "float32"}
+    evaluation = {"data": [str(place / "beir")], "split": "test", "updates": None, "precision": "float32"}
     evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
     plan = make_plan(read_options([], tokens), read_entries(["in_batch", "contaccum"], []), {}, [3])
     jobs = make_jobs(plan, evaluation, about_sets(evaluation), tmp_path)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import build_page
+from contaccum.report.page import build_page, line_panel, log_panels, save_png, to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +79,7 @@ def test_a_log_warns_as_its_run_did_and_is_drawn_up_to_where_a_kill_cut_it(made:
     log = made.write("mine/train_log.jsonl", [{"update": n, **line, "skipped": "gradient"} for n in range(9)])
     log.write_text(log.read_text() + '{"update": 13, "lo')
     page = build_page([folder])
-    assert "mine: update 2: collapse: all passages" in page and "mine: updates skipped" in page
+    assert "mine: update 2: collapse: all passages" in page and "mine: update 3: skipped" in page
 
 
 def test_the_comparison_shows_its_tables_and_notes(page: str) -> None:
@@ -106,3 +108,42 @@ def test_a_metric_that_no_result_has_is_refused(everything: list[Path]) -> None:
     assert "Recall@100 against base" in build_page(everything[2:4], "Recall@100")
     with pytest.raises(ConfigError, match="--metric NDCG@7: no result has it; there are NDCG@10, Recall@100"):
         build_page(everything[2:4], "NDCG@7")
+
+
+RUNS = [[(0, 0.0), (10, 1.0)], [(0, 1.0), (10, 2.0), (20, 9.0)]]
+
+
+def test_lines_are_means_over_seeds_with_a_band_as_far_as_all_runs_last() -> None:
+    axes = Figure().subplots()
+    line_panel("x", {"none": [], "a": RUNS, "b": RUNS[:1]}).draw(axes)
+    mean, other = axes.lines
+    assert mean.get_xydata().tolist() == [[0, 0.5], [10, 1.5]]
+    assert (mean.get_color(), other.get_color()) == ("C1", "C2")  # as the page's legend has them
+    (band,) = axes.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} == {(0, 0), (0, 1), (10, 1), (10, 2)}
+
+
+def test_logs_are_drawn_by_what_they_hold_and_what_is_no_number_is_left_out() -> None:
+    log = [{"update": n, "loss": value, "bank_age": None} for n, value in enumerate([3.0, None, 1.0])]
+    (panel,) = log_panels({"a": [log]})
+    axes = Figure().subplots()
+    panel.draw(axes)
+    assert panel.title == "loss" and axes.lines[0].get_xydata().tolist() == [[0, 3.0], [2, 1.0]]
+
+
+def test_svg_has_the_pages_ink_escaped_texts_and_ids_of_its_own() -> None:
+    panels = [line_panel(title, {"<a>": RUNS}, unit="$x <b>") for title in ('one "&"', "two")]
+    one, two = map(to_svg, panels)
+    assert one.startswith('<svg role="img" aria-label="one &quot;&amp;&quot;" viewBox=') and one.endswith("</svg>\n")
+    assert "currentColor" in one and "$x &lt;b&gt;" in one and "<b>" not in one
+    assert "<style" not in one and "<metadata" not in one
+    ids = [set(re.findall(r'id="([^"]+)"', svg)) for svg in (one, two)]
+    assert ids[0] and not ids[0] & ids[1] and to_svg(panels[0]) == one
+
+
+def test_png_holds_all_panels(tmp_path: Path) -> None:
+    heights = []
+    for panels in (3, 4):
+        save_png([line_panel("x", {"a": RUNS})] * panels, tmp_path / "report.png")
+        heights.append(len(imread(tmp_path / "report.png")))
+    assert heights[1] == 2 * heights[0]  # three in a row
