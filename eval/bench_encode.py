@@ -75,7 +75,7 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
         return lengths[:, None] / np.arange(1, 385, dtype=np.float32)
 
     body = " ".join(f"word{n % 977}" for n in range(98))
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.tsv")
         with corpus.open("w", encoding="utf-8") as file:
             file.write("id\ttext\ttitle\n")
@@ -95,7 +95,6 @@ def main() -> None:
     add("--corpus", type=Path, help="what contaccum encode takes")
     for name, value in {"limit": 300, "batch_size": 32, "repeats": 3, "threads": 1, "rows": 1_000_000}.items():
         add(f"--{name}", type=int, default=value)
-    add("--folder", help="where corpus and store lie meanwhile")
     add("--output", metavar="FILE.json")
     args = parser.parse_args()
     result = measure_memory(args) if args.stub else measure_speed(args)

@@ -158,13 +158,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             low, median, high = np.quantile(seconds[cell], [0.25, 0.5, 0.75]).tolist()
             record = {"total": total, "method": cell[1], "bank": cell[2], "seconds": median, "seconds_low": low}
             record |= {"seconds_high": high, "ratio": float(np.median(seconds[cell] / base)) if len(base) else None}
-            records.append(record | {"pairs_per_second": total / median})
+            records.append(record)
     if not options.no_memory:
         for record in records:
             record["memory_mb"] = peak_of((record["total"], record["method"], record["bank"]))
-        base_mb = {r["total"]: r["memory_mb"] for r in records if r["method"] == "grad_accum"}
-        for record in records:
-            record["extra_memory_mb"] = record["memory_mb"] - base_mb.get(record["total"], record["memory_mb"])
     return records
 
 

@@ -19,12 +19,12 @@ from contaccum.files import atomic_folder
 Pair = tuple[str, str, str]  # hash of the passage, query, passage
 
 
-def split_pairs(source: str, output: str, dev: float, test: float, limit: int | None) -> dict[str, int]:
+def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, int]:
     """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``; returns counts.
 
     Passages are ordered by a hash of their text: the last share (``dev``) is the dev set, the one before it (``test``)
-    the test set, and ``limit`` of each stay. A corpus is its set's own passages; equal passages are one document. A
-    training pair whose query is also asked in a held-out set is left out, and so is a test query that dev asks.
+    the test set. A corpus is its set's own passages; equal passages are one document. A training pair whose query is
+    also asked in a held-out set is left out, and so is a test query that dev asks.
 
     Raises:
         DataError: for unreadable input, an output that exists, or a part that comes out empty.
@@ -38,10 +38,6 @@ def split_pairs(source: str, output: str, dev: float, test: float, limit: int | 
         place = int(digest[:15], 16) / 16**15
         part = "dev" if place >= 1 - dev else "test" if place >= 1 - dev - test else "train"
         parts[part].append((digest, row["query"], row["positive"]))
-    if limit is not None:
-        for name, pairs in parts.items():
-            first = set(sorted({digest for digest, _, _ in pairs})[:limit])
-            parts[name] = [pair for pair in pairs if pair[0] in first]
     pairs_before = len(parts["train"]) + len(parts["test"])
     asked = {query for _, query, _ in parts["dev"]}
     parts["test"] = [pair for pair in parts["test"] if pair[1] not in asked]
@@ -79,10 +75,9 @@ if __name__ == "__main__":
     parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders")
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
-    parser.add_argument("--limit", type=int, help="passages of each part that stay")
     options = parser.parse_args()
     try:
-        split = split_pairs(options.pairs, options.output, options.dev, options.test, options.limit)
+        split = split_pairs(options.pairs, options.output, options.dev, options.test)
         print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items()))
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)

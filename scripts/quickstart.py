@@ -26,7 +26,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", action="store_true", help="also train grad_accum with the same budget")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("overrides", nargs="*", metavar="--key=value", help="after --, for `contaccum train`")
     options = parser.parse_args()
 
@@ -35,8 +34,8 @@ def main() -> int:
     results = [options.output_dir / "before.json"]
     for method in ("contaccum", "grad_accum") if options.compare else ("contaccum",):
         folder = options.output_dir / method
-        settings = {"model": model, "train_data": SCIFACT, "output_dir": folder, "seed": options.seed}
-        settings |= {"bf16": str(precision == "bfloat16").lower(), "method": method}
+        settings = {"model": model, "train_data": SCIFACT, "output_dir": folder, "method": method}
+        settings |= {"bf16": str(precision == "bfloat16").lower()}
         settings |= {"bank_size": 0} if method == "grad_accum" else {}
         given = [f"--{key}={value}" for key, value in settings.items()]
         run("train", str(ROOT / "configs" / "quickstart.yaml"), *given, *options.overrides)

@@ -11,9 +11,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-import torch
 from sample_texts import WORDS, sentences
-from transformers import BertModel
 
 from contaccum.cli import main as contaccum
 from contaccum.errors import DataError
@@ -60,12 +58,7 @@ def reproduce(tmp_path, files, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_cell_is_done_once_and_goes_on_where_it_failed(
-    reproduce, tiny_config, tiny_tokenizer, tmp_path, monkeypatch, capsys
-):
-    torch.manual_seed(0)
-    BertModel(tiny_config).save_pretrained(tmp_path / "bert")
-    tiny_tokenizer.save_pretrained(tmp_path / "bert")
+def test_a_cell_is_done_once_and_goes_on_where_it_failed(reproduce, tiny_model_path, tmp_path, monkeypatch, capsys):
     done: list[str] = []
 
     def here(command: Sequence[str]) -> int:  # spares the start of another process
@@ -73,8 +66,7 @@ def test_a_cell_is_done_once_and_goes_on_where_it_failed(
         return 2 if done == ["train", "encode"] else contaccum(command)
 
     monkeypatch.setattr(reproduce_table1, "call", here)
-    line = ["--datasets", "trec", "--methods", "contaccum"]
-    line += ["--model", str(tmp_path / "bert"), "--use_cpu", "true", *FEW]
+    line = ["--datasets", "trec", "--methods", "contaccum", "--model", tiny_model_path, "--use_cpu", "true", *FEW]
     assert reproduce(*line) == 2
     assert "trec/11gb/contaccum: encode ended with exit code 2" in capsys.readouterr().err
     assert reproduce(*line, "--learning_rate", "1e-3") == 2

@@ -51,6 +51,10 @@ def test_two_methods_are_trained_scored_and_reported(compared: tuple[list[str], 
     rows = [line for line in (folder / "report.md").read_text().splitlines() if line.startswith("| contaccum")]
     assert len(rows) == 5  # four metrics, and the cost
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(folder), "--output", str(folder / "report.html")]) == 0
+    page = (folder / "report.html").read_text()
+    (row,) = (row for row in report["comparisons"] if row["metric"] == "NDCG@10")
+    assert f">{row['difference']:+.4f}</td>" in page and "nDCG@10 by update" in page and "bank_fill" in page
     files = {path.name for path in (folder / "runs" / "contaccum_seed-3").iterdir()}
     assert {"job.json", "result.json", "train_log.jsonl", "eval_log.jsonl", "run.json", "stderr.log"} <= files
     assert not any(name.endswith(".safetensors") for name in files)

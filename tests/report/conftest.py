@@ -1,4 +1,4 @@
-"""Files as runs, evaluations and comparisons leave them, with numbers that are made up and texts that mean harm."""
+"""Files as runs and evaluations leave them, with numbers that are made up and texts that mean harm."""
 
 from __future__ import annotations
 
@@ -57,26 +57,6 @@ class Made:
         }
         return self.write(f"{name[:5].strip('<>')}.json", record)
 
-    def comparison(self) -> Path:
-        """Two methods on one seed, with logs of their runs."""
-        runs: dict[str, Any] = {}
-        groups: dict[str, Any] = {}
-        cost = dict.fromkeys(("train_seconds", "peak_memory_mb", "grad_norm_ratio", "final_loss"))
-        for entry, score in (("grad_accum", 0.5), ("contaccum", 0.6)):
-            name = f"{entry}_seed-0"
-            self.training_run(f"compared/runs/{name}")
-            curve = [{"update": u, "train_seconds": float(u), "NDCG@10": score * u / 8} for u in (4, 8)]
-            runs[name] = {"entry": entry, "labels": {}, "name": name, "curve": curve}
-            metrics = {"made": {"NDCG@10": {"mean": score, "sd": None}}}
-            groups[entry] = {"entry": entry, "labels": {}, "seeds": [0], "metrics": metrics, **cost}
-            groups[entry]["seconds_per_update"] = 0.5
-        row = {"group": "contaccum", "labels": {}, "data": "made", "metric": "NDCG@10"}
-        row |= {"difference": 0.1, "low": 0.05, "high": 0.15, "p_value": 0.0001, "p_holm": 0.0002}
-        report = {"command": "contaccum compare x.yaml", "baseline": "grad_accum", "grid": {}, "entries": []}
-        report |= {"warnings": ["one run saw other pairs"], "failed": {}, "groups": groups, "comparisons": [row]}
-        report |= {"runs": runs, "data": {"evaluation": [self.data()]}, "settings": {}}
-        return self.write("compared/report.json", report).parent
-
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
@@ -85,7 +65,7 @@ def made(tmp_path: Path) -> Made:
 
 @pytest.fixture(scope="session")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two training runs, two evaluations and a comparison."""
+    """Two training runs and two evaluations."""
     made = Made(tmp_path_factory.mktemp("everything"))
     runs = [made.training_run("one"), made.training_run("two", offset=0.05, bank_size=2048)]
-    return [*runs, made.evaluation("base"), made.evaluation("tuned", 0.2), made.comparison()]
+    return [*runs, made.evaluation("base"), made.evaluation("tuned", 0.2)]
