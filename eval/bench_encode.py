@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from contaccum.data import RecordReport, read_passages
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.training.memory import peak_memory_mb
 
 _WINDOW = 4096  # as the command has it
 
@@ -67,9 +67,6 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     """Megabytes of this process at its peak, before the first row and after the last, and seconds."""
     import sentence_transformers  # noqa: F401  # part of what a real run holds
 
-    def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
     def stub(texts: list[str]) -> np.ndarray:
         lengths = np.fromiter(map(len, texts), dtype=np.float32, count=len(texts))
         return lengths[:, None] / np.arange(1, 385, dtype=np.float32)
@@ -80,11 +77,11 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
         with corpus.open("w", encoding="utf-8") as file:
             file.write("id\ttext\ttitle\n")
             file.writelines(f"{n}\tpassage {n} {body}\ttitle {n % 1000}\n" for n in range(args.rows))
-        before, started = peak(), time.perf_counter()
+        before, started = peak_memory_mb("cpu"), time.perf_counter()
         writer = StoreWriter(Path(folder, "store"), {"dtype": "float16", "shard_size": 50_000, "kind": "document"})
         assert writer.fill(read_texts(corpus, "document", RecordReport()), stub)
         seconds = time.perf_counter() - started
-    return {"rows": args.rows, "peak_mb": peak(), "before_mb": before, "seconds": seconds}
+    return {"rows": args.rows, "peak_mb": peak_memory_mb("cpu"), "before_mb": before, "seconds": seconds}
 
 
 def main() -> None:
@@ -100,9 +97,8 @@ def main() -> None:
     result = measure_memory(args) if args.stub else measure_speed(args)
     print(result)
     if args.output:
-        settings = {name: str(value) for name, value in vars(args).items() if value is not None}
-        about = {"versions": package_versions(), "git_commit": git_commit()}
-        write_json(args.output, {"settings": settings, "result": result, **about})
+        about = {"settings": {name: str(value) for name, value in vars(args).items()}, "versions": package_versions()}
+        write_json(args.output, {**about, "git_commit": git_commit(), "result": result})
 
 
 if __name__ == "__main__":

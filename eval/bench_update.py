@@ -190,11 +190,7 @@ def main() -> None:
         return
     records = measure(options)
     for record in records:
-        ratio = "" if record["ratio"] is None else f"{record['ratio']:.3f}"
-        memory = f"{record['memory_mb']:9.0f} MB" if "memory_mb" in record else ""
-        print(
-            f"{record['total']:6} {record['method']:<10} {record['bank']:8,} {record['seconds']:8.3f} s", ratio, memory
-        )
+        print(*(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x}" for key, x in record.items()), sep=", ")
     if options.output:
         settings = {key: value for key, value in vars(options).items() if key not in ("output", "peak_of")}
         about = {"threads": torch.get_num_threads(), "versions": package_versions(), "git_commit": git_commit()}

@@ -1,10 +1,9 @@
-"""scripts/reproduce_table1.py: every step in miniature, done once; the plan."""
+"""scripts/reproduce_table1.py: every step in miniature, done once; the plan; and that the recipes are the paper's."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from sample_texts import WORDS, sentences
 
 from contaccum.cli import main as contaccum
 from contaccum.errors import DataError
+from contaccum.training.config import parse
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -23,32 +23,30 @@ import reproduce_table1  # noqa: E402  # a script, which lies beside the package
 FEW = ["--max_steps", "2", "--query_max_length", "20", "--passage_max_length", "60", "--total_train_batch_size", "8"]
 
 
-def dpr_files() -> dict[str, bytes]:
-    """{path: content} of CuratedTREC: 60 passages, 20 training questions, 12 questions whose answers are patterns."""
-    titles, texts = sentences(60, 1, 2), sentences(60, 2, 9)
-    context = [{"title": title, "text": text} for title, text in zip(titles, texts, strict=True)]
-    rows = ["id\ttext\ttitle", *(f"{i + 1}\t{one['text']}\t{one['title']}" for i, one in enumerate(context))]
-    rng = random.Random(0)
-    train = [
-        {"question": question, "answers": ["x"], "positive_ctxs": [context[i]], "negative_ctxs": []}
-        | {"hard_negative_ctxs": rng.sample(context[i + 1 :], 2)}
-        for i, question in enumerate(sentences(20, 3))
-    ]
-    questions = zip(sentences(12, 4), rng.sample(list(WORDS), 12), strict=True)
-    return {
-        "wikipedia_split/psgs_w100.tsv.gz": gzip.compress("\n".join(rows).encode()),
-        "data/retriever/biencoder-curatedtrec-train.json.gz": gzip.compress(json.dumps(train).encode()),
-        "data/retriever/curatedtrec-test.qa.csv": "".join(f"{q}\t['{w[:2]}[a-z]+']\n" for q, w in questions).encode(),
-    }
-
-
 @pytest.fixture
 def files(tmp_path):
-    """The address of DPR's files, as if on their server."""
-    for name, content in dpr_files().items():
-        (tmp_path / "server" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "server" / name).write_bytes(content)
-    return (tmp_path / "server").as_uri()
+    """The address of CuratedTREC, as if on DPR's server: 60 passages, 20 training questions, 12 test questions."""
+    context = [{"title": a, "text": b} for a, b in zip(sentences(60, 1, 2), sentences(60, 2, 9), strict=True)]
+    rows = [f"{n}\t{one['text']}\t{one['title']}\n" for n, one in enumerate(context, start=1)]
+    train = [
+        {
+            "question": q,
+            "positive_ctxs": [context[i]],
+            "negative_ctxs": [],
+            "hard_negative_ctxs": context[i + 1 : i + 3],
+        }
+        for i, q in enumerate(sentences(20, 3))
+    ]
+    questions = zip(sentences(12, 4), WORDS, strict=False)
+    server = tmp_path / "server"
+    for name, content in {
+        "wikipedia_split/psgs_w100.tsv.gz": gzip.compress("".join(["id\ttext\ttitle\n", *rows]).encode()),
+        "data/retriever/biencoder-curatedtrec-train.json.gz": gzip.compress(json.dumps(train).encode()),
+        "data/retriever/curatedtrec-test.qa.csv": "".join(f"{q}\t['{w[:2]}[a-z]+']\n" for q, w in questions).encode(),
+    }.items():
+        (server / name).parent.mkdir(parents=True, exist_ok=True)
+        (server / name).write_bytes(content)
+    return server.as_uri()
 
 
 @pytest.fixture
@@ -111,3 +109,24 @@ def test_a_file_is_fetched_whole_or_not_at_all(files, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="of 1,000,000 bytes came"):
         reproduce_table1.fetch(url, tmp_path / "b.gz")
     assert not (tmp_path / "b.gz").exists()
+
+
+BANKS = {"msmarco": 1024, "nq": 2048, "trivia": 512, "webq": 128, "trec": 128}
+EPOCHS = {"msmarco": 10, "nq": 40, "trivia": 40, "webq": 100, "trec": 100}
+
+
+@pytest.mark.parametrize("data", BANKS)
+@pytest.mark.parametrize(("memory", "pairs"), [("11gb", 8), ("24gb", 32), ("80gb", 128)])
+@pytest.mark.parametrize("method", reproduce_table1.METHODS)
+def test_a_recipe_is_taken_and_says_what_the_paper_says(data: str, memory: str, pairs: int, method: str) -> None:
+    args, rest = reproduce_table1._parse([])
+    train = next(step for step in reproduce_table1.plan(data, memory, method, args, rest) if "train" in step.command)
+    model, source, args = parse(train.command[1:])
+    assert args.method == method and args.pairs_per_micro_batch == pairs
+    assert args.total_train_batch_size == (pairs if method == "in_batch" else 128)
+    assert args.bank_size == (BANKS[data] if method == "contaccum" else 0)
+    assert (args.num_train_epochs, args.warmup_steps) == (EPOCHS[data], 1237)
+    assert (args.learning_rate, args.adam_epsilon, args.weight_decay, args.max_grad_norm) == (2e-5, 1e-8, 0.0, 2.0)
+    assert (args.similarity, args.temperature, model.tied, model.pooling) == ("dot", 1.0, False, "cls")
+    assert source.num_hard_negatives == 1
+    assert (args.drift_compensation, args.normalize_by, args.mask_duplicates) == ("none", "all", False)

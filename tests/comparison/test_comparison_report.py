@@ -109,11 +109,11 @@ def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None
     results = made_up(plan)
     for name in ("contaccum_bank_size-8_seed-1", "published_bank_size-8_seed-0", "published_bank_size-8_seed-1"):
         del results[name]
-    report = build_report(plan, results, {"contaccum_bank_size-8_seed-1": "killed by SIGKILL"}, ABOUT)
+    report = build_report(plan, results, {"contaccum_bank_size-8_seed-1": "exit code -9"}, ABOUT)
     (row,) = [r for r in report["comparisons"] if r["group"] == "contaccum_bank_size-8" and r["metric"] == "MRR@10"]
     assert row["seeds"] == [0]
     assert report["groups"]["published_bank_size-8"]["metrics"] == {}
-    assert "killed by SIGKILL" in markdown(report)
+    assert "- contaccum_bank_size-8_seed-1: exit code -9" in markdown(report)
     empty = build_report(plan, {}, {"a": "b"}, ABOUT)
     assert empty["comparisons"] == [] and "## Failed" in markdown(empty)
 
