@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import build_page, line_panel, log_panels, save_png, to_svg
+from contaccum.report.page import build_page, line_panel, log_panels, to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,11 +134,3 @@ def test_svg_has_the_pages_ink_escaped_texts_and_ids_of_its_own() -> None:
     assert "<style" not in one and "<metadata" not in one
     ids = [set(re.findall(r'id="([^"]+)"', svg)) for svg in (one, two)]
     assert ids[0] and not ids[0] & ids[1] and to_svg(panels[0]) == one
-
-
-def test_png_holds_all_panels(tmp_path: Path) -> None:
-    heights = []
-    for panels in (3, 4):
-        save_png([line_panel("x", {"a": RUNS})] * panels, tmp_path / "report.png")
-        heights.append(len(imread(tmp_path / "report.png")))
-    assert heights[1] == 2 * heights[0]  # three in a row
