@@ -48,7 +48,7 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
 
         writer.fill(read_texts(corpus, "document", RecordReport()), encode)
         store = EmbeddingStore.open(folder / "store")
-        return store.slice(0, len(store))
+        return store[:]
 
     def sentence_transformers(folder: Path) -> np.ndarray:
         return model.encode_document([p.passage for p in passages], batch_size=args.batch_size)

@@ -155,7 +155,7 @@ def _data(about: Any, corpus: Any, args: argparse.Namespace) -> tuple[list[Step]
     folder = cache_folder("beir", name)
     fetched = Step(f"download {name}", folder / "corpus.jsonl", url=name, gigabytes=corpus["unpacked_gigabytes"])
     mine = ["mine", "--method", "bm25", "--data", str(folder), "--output", str(train), "--num_negatives", "30"]
-    mine += ["--cross_encoder", args.cross_encoder, "--cross_encoder_margin", "3", "--on_too_few", "keep"]
+    mine += ["--cross_encoder", args.cross_encoder, "--cross_encoder_margin", "3"]
     return [fetched, Step("mine", train, (*mine, *args.on_device))], train, folder, folder
 
 

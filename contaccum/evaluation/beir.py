@@ -104,7 +104,6 @@ def search(
     corpus: Mapping[str, Mapping[str, str]],
     queries: Mapping[str, str],
     k: int,
-    use_gpu: bool | Literal["auto"] = "auto",
     show_progress: bool = True,
     model_name: str | None = None,
     **settings: Any,
@@ -113,7 +112,6 @@ def search(
 
     Args:
         corpus: {document id: {"title", "text"}}.
-        use_gpu: for FAISS, see `build_index`.
         model_name: what the result calls the model.
         settings: those of :func:`plan_search`, which is called first.
     """
@@ -122,11 +120,11 @@ def search(
     about = plan_search(model, len(corpus), k, **settings)
     names = ("batch_size", "index", "index_parameters", "autocast_dtype")
     chosen = {name: settings[name] for name in names if name in settings}
-    searcher = FaissSearcher(model, use_gpu=use_gpu, show_progress_bar=show_progress, **chosen)
+    searcher = FaissSearcher(model, show_progress_bar=show_progress, **chosen)
     run = searcher.search(corpus, queries, k, about["model"]["similarity"])
     found = searcher.last_index
     assert found is not None  # there is one after a search
-    about["model"] |= {"name": model_name, "dimension": found.dimension}
+    about["model"] |= {"name": model_name, "dimension": found.corpus.shape[1]}
     about["search"]["gpus"] = found.gpus
     if searcher.recall:
         about["search"]["recall"] = searcher.recall

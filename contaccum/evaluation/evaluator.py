@@ -138,7 +138,7 @@ def sample(
 
 def _hardest(part: BeirDataset, corpus: int) -> Iterable[str]:
     """Documents judged and not relevant, then the best of each query by BM25, best first."""
-    from contaccum.retrieval.searcher import BM25Index
+    from contaccum.retrieval.searcher import BM25Index, best_rows
 
     ids = list(part.corpus)
     texts = [passage_text(document["title"], document["text"]) for document in part.corpus.values()]
@@ -146,7 +146,7 @@ def _hardest(part: BeirDataset, corpus: int) -> Iterable[str]:
     depth = min(len(ids), max(10, _SPARE * corpus // len(part.queries)))
     best = np.full((depth, len(part.queries)), -1)
     for column, text in enumerate(part.queries.values()):
-        rows = index.best(text, depth)
+        rows = best_rows(index.scores(text), depth)
         best[: len(rows), column] = rows
     judged = [document for grades in part.qrels.values() for document, grade in grades.items() if grade <= 0]
     return [*judged, *(ids[row] for row in best.flat if row >= 0)]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from sample_texts import sentences
 
@@ -36,6 +35,8 @@ def places(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempP
     found["queries"] = root / "queries.jsonl"
     queries = [{"_id": f"q{n}", "text": text} for n, text in enumerate(sentences(12, 2))]
     found["queries"].write_text("".join(json.dumps(line) + "\n" for line in queries))
+    (root / "qrels").mkdir()
+    (root / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq3\td0\t1\nq5\td0\t1\n")
     found["store"] = root / "store"
     options = ["--output", str(root / "store"), "--shard_size", "17", "--device", "cpu", "--no_progress"]
     assert main(["encode", str(found["encoder"]), "--corpus", str(found["corpus"]), *options]) == 0
@@ -54,12 +55,10 @@ def test_a_run_is_what_an_array_gives(places: dict[str, Path], tmp_path: Path, m
     assert run(places, tmp_path / "run.trec", "--top_k", "7") == 0
     found = read_trec_run(tmp_path / "run.trec")
     store = EmbeddingStore.open(places["store"])
-    ids = store.ids(np.arange(60))
+    ids = store.ids(range(60))
     queries = [json.loads(line)["text"] for line in places["queries"].read_text().splitlines()]
     model = DualEncoder.from_pretrained(str(places["encoder"]), device="cpu")
-    scores, rows = search(
-        build_index(store.slice(0, 60), metric=store.similarity, ids=ids), model.encode_query(queries), 7
-    )
+    scores, rows = search(build_index(store[:], metric=store.similarity, ids=ids), model.encode_query(queries), 7)
     for number, (line, line_scores) in enumerate(zip(rows, scores, strict=True)):
         assert set(found[f"q{number}"]) == {ids[row] for row in line}
         assert sorted(found[f"q{number}"].values(), reverse=True) == pytest.approx(line_scores.tolist(), abs=1e-6)
@@ -77,6 +76,14 @@ def test_queries_that_were_encoded_before_need_no_model(places: dict[str, Path],
     assert run(places, tmp_path / "a.trec", "--top_k", "5") == 0
     assert run(places, tmp_path / "b.trec", "--top_k", "5", "--queries", str(encoded), model=None) == 0
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
+
+
+def test_of_a_beir_folder_the_queries_of_a_split_are_searched_if_one_is_named(
+    places: dict[str, Path], tmp_path: Path
+) -> None:
+    for options, count in ((["--split", "test"], 2), ([], 12)):
+        assert run(places, tmp_path / "run.trec", "--queries", str(places["queries"].parent), *options) == 0
+        assert len(read_trec_run(tmp_path / "run.trec")) == count
 
 
 def test_an_index_file_is_written_once_and_searched_again(places: dict[str, Path], tmp_path: Path) -> None:

@@ -17,14 +17,7 @@ from sentence_transformers import util
 from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
-from contaccum.mining import (
-    SelectionRules,
-    _candidates,
-    _second_opinion,
-    load_cross_encoder,
-    load_mining_data,
-    mine_hard_negatives,
-)
+from contaccum.mining import SelectionRules, _selected, load_cross_encoder, load_mining_data, mine_hard_negatives
 
 
 @pytest.fixture(scope="module")
@@ -52,58 +45,15 @@ def mine(model: Any, data: Any, **settings: Any) -> Any:
     return mine_hard_negatives(data, model, show_progress=False, **settings)
 
 
-# Rules ---------------------------------------------------------------------------------------------------------------
-
-
-def by_hand(scores: np.ndarray, lowest: float, rules: SelectionRules) -> list[int]:
-    """Places of one query that are left for sampling, in order."""
-    ranked = [place for place, score in enumerate(scores) if score > -np.inf][: rules.depth]
-    kept = []
-    for place in ranked:
-        score = scores[place]
-        if rules.absolute_margin is not None and score > lowest - np.float32(rules.absolute_margin):
-            continue
-        if rules.relative_margin is not None and score > lowest - abs(lowest) * np.float32(rules.relative_margin):
-            continue
-        if rules.max_score is not None and score > rules.max_score:
-            continue
-        if rules.min_score is not None and score < rules.min_score:
-            continue
-        kept.append(place)
-    return kept[rules.range_min :]
-
-
-RULES = [
-    {},
-    {"num_negatives": 1, "range_min": 2},
-    {"range_max": 9},
-    {"range_max": 8, "relative_margin": 0.1},
-    {"absolute_margin": 0.5, "range_min": 1},
-    {"max_score": 0.5, "min_score": -0.5},
-    {"num_negatives": 2, "relative_margin": 0.5, "absolute_margin": 0.1, "max_score": 1.0},
-    {"num_negatives": 20},
-]
-
-
-@pytest.mark.parametrize("given", RULES)
-@pytest.mark.parametrize("sampling", ["top", "random"])
-def test_selection_equals_a_loop_over_candidates(given, sampling):
-    rules = SelectionRules(**given, sampling=sampling)
-    rng = np.random.default_rng(5)
-    scores = -np.sort(-rng.normal(size=(20, 14)).astype(np.float32), axis=1)
-    scores[rng.random(scores.shape) < 0.2] = -np.inf  # known positives, and places without a candidate
-    lowest = rng.normal(size=20).astype(np.float32)
-    places, dropped = _candidates(scores, lowest, rules)
-    for line in range(20):
-        expected = by_hand(scores[line], lowest[line], rules)
-        found = places[line][places[line] >= 0].tolist()
-        assert found == expected if sampling == "top" else sorted(found) == expected
-    names = {"absolute_margin", "relative_margin", "max_score", "min_score"} & set(given)
-    assert set(dropped) == names
-
-
 @pytest.mark.parametrize(
-    "rules", [{}, {"relative_margin": 0.0, "range_max": 20}, {"absolute_margin": 0.0, "range_min": 1}]
+    "rules",
+    [
+        {},
+        {"relative_margin": 0.0, "range_max": 20},
+        {"relative_margin": 0.001, "range_max": 30},
+        {"absolute_margin": 0.0, "range_min": 1},
+        {"max_score": 0.95, "min_score": 0.5, "range_max": 12},
+    ],
 )
 def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     records = [json.loads(line) for line in pairs.read_text().splitlines()][4:36]  # queries with one positive
@@ -121,14 +71,15 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     assert len(expected) > 5
 
 
-def test_random_sampling_is_uniform_and_depends_on_the_seed_alone():
-    scores, lowest = np.tile(-np.arange(10, dtype=np.float32), (2000, 1)), np.ones(2000, dtype=np.float32)
-    rules = {"num_negatives": 1, "range_min": 2, "range_max": 7, "sampling": "random"}
-    one, again, other = (_candidates(scores, lowest, SelectionRules(**rules, seed=s))[0][:, 0] for s in (0, 0, 1))
-    assert one.tolist() == again.tolist() != other.tolist()
-    counts = Counter(one.tolist())
-    assert set(counts) == {2, 3, 4, 5, 6}
+def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
+    scores = -np.arange(10, dtype=np.float32)
+    rules = SelectionRules(num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random")
+    rng = np.random.default_rng(0)
+    counts = Counter(int(_selected(scores, np.float32(1), rules, rng)[0]) for _ in range(2000))
+    assert set(counts) == {3, 4, 5, 6, 7}
     assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
+    one, again, other = (mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1))
+    assert one == again != other
 
 
 # Search --------------------------------------------------------------------------------------------------------------
@@ -170,7 +121,7 @@ def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp
         pytest.importorskip("bm25s")
     texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
     corpus = write_lines(tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)])
-    mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus), method=method)
+    mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus))
     assert mined.rows.max() <= 6
     assert [len(values) for values in mined.positive_scores] == [2] * 4 + [1] * 32
 
@@ -182,7 +133,7 @@ def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_ro
         {"query": query, "positive": text}
         for query, text in zip(["colour", "x", "lost", "Blue sky!", "z"], texts, strict=True)
     ]
-    mined = mine(None, records, method="bm25")
+    mined = mine(None, records)
     assert mined.rows.tolist() == [[-1] * 3, [-1] * 3, [-1] * 3, [0, 2, -1], [-1] * 3]
     assert mined.scores[3, 0] > mined.scores[3, 1] and np.isneginf(mined.scores[3, 2])
     assert [len(scores) for scores in mined.positive_scores] == [1] * 5 and mined.positive_scores[0] == 0
@@ -211,7 +162,7 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(mode
         assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
         assert sampling == "random" or found == list(passing)[:2]
         assert (np.diff(mined.scores[number][there]) <= 0).all()
-    assert mined.rules.cross_encoder_margin == 1.0
+    assert mined.settings["cross_encoder_margin"] == 1.0
 
 
 def test_a_cross_encoder_reads_no_more_than_it_takes_to_fill_up(model, pairs):
@@ -222,10 +173,9 @@ def test_a_cross_encoder_reads_no_more_than_it_takes_to_fill_up(model, pairs):
             self.read += len(rows)
             return np.zeros(len(rows))
 
-    data, reader = load_mining_data(pairs), Lenient()
-    rows = np.tile(np.arange(30), (36, 1))
-    passed = _second_opinion(data, rows, rows, reader, SelectionRules(cross_encoder_margin=0.0), 8)
-    assert reader.read == 36 * 3 + 40 and passed[:, :3].all() and not passed[:, 3:].any()
+    reader = Lenient()
+    mined = mine(model, pairs, cross_encoder=reader, cross_encoder_margin=0.0, range_max=30)
+    assert reader.read == 36 * 3 + 40 and (mined.rows >= 0).all()
 
 
 # A model in training -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from mining_files import write_beir_data, write_lines, write_pairs
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import DataError, UserError
 from contaccum.mining import OUTPUT_FORMATS, check_output, load_mining_data, mine_hard_negatives, write_mined
 
 
@@ -81,34 +81,30 @@ def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mi
             assert [list(passage.values()) for passage in line[ours]] == [list(c.values()) for c in record[theirs]]
 
 
-def test_queries_with_too_few_negatives_are_dropped_or_written_and_counted(tiny_model_path, tmp_path):
+def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(tiny_model_path, tmp_path):
     model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     rows = [("q1", "the cat"), ("q1", "the dog"), ("q1", "the bird"), ("q2", "the fish")]
     data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows]))
     found = mine_hard_negatives(data, model, num_negatives=2, show_progress=False)
-    dropped, report = write_mined(found, tmp_path / "drop.jsonl")
-    assert [line["query"] for line in lines_of(dropped)] == ["q2"]
+    pairs, report = write_mined(found, tmp_path / "pairs.jsonl")
+    assert [len(line["negatives"]) for line in lines_of(pairs)] == [1, 1, 1, 2]
     record = json.loads(report.read_text())
-    assert (record["queries_with_too_few"], record["queries_kept"], record["pairs_kept"]) == (1, 1, 1)
-    kept, report = write_mined(found, tmp_path / "keep.jsonl", on_too_few="keep")
-    assert [len(line["negatives"]) for line in lines_of(kept)] == [1, 1, 1, 2]
-    assert json.loads(report.read_text())["pairs_kept"] == 4
+    assert (record["queries"], record["queries_with_too_few"]) == (2, 1)
+    assert [line["query"] for line in lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])] == ["q2"]
+    too_many = mine_hard_negatives(data, model, num_negatives=4, show_progress=False)
     with pytest.raises(DataError, match="no query has 4 negatives"):
-        write_mined(mine_hard_negatives(data, model, num_negatives=4, show_progress=False), tmp_path / "none.jsonl")
+        write_mined(too_many, tmp_path / "none.jsonl", "ntuples")
     assert not list(tmp_path.glob("none*"))
 
 
-def test_an_output_that_would_lose_something_is_refused(tmp_path, sources):
+def test_an_output_that_would_lose_something_is_refused(tmp_path):
     (tmp_path / "there.jsonl").write_text("mine")
-    folder = tmp_path / "folder.jsonl"
-    folder.mkdir()
-    for path, settings, words in [
-        (tmp_path / "there.jsonl", {}, "--overwrite"),
-        (tmp_path / "there.json", {}, "ends in .jsonl"),
-        (folder, {}, "is a folder"),
-        (tmp_path / "x.jsonl", {"output_format": "csv"}, "output_format"),
-        (sources["pairs"], {"overwrite": True, "inputs": [sources["pairs"], None]}, "also the input"),
+    for name, output_format, words in [
+        ("there.jsonl", "pairs", "exists already"),
+        ("there.json", "pairs", "ends in .jsonl"),
+        ("", "pairs", "is a folder"),
+        ("x.jsonl", "csv", "output_format"),
     ]:
-        with pytest.raises((ConfigError, UserError), match=words):
-            check_output(path, **{"output_format": "pairs", **settings})
+        with pytest.raises(UserError, match=words):
+            check_output(tmp_path / name, output_format)
     assert (tmp_path / "there.jsonl").read_text() == "mine"
