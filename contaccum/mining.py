@@ -31,11 +31,7 @@ from contaccum.retrieval.searcher import BM25Index, best_rows
 
 OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
 
-# Candidates per wanted negative where a rule may drop some, as in sentence-transformers.
-_SPARE = 10
-
-
-# What is mined in ----------------------------------------------------------------------------------------------------
+_SPARE = 10  # candidates per wanted negative where a rule may drop some, as in sentence-transformers
 
 
 @dataclass(frozen=True)
@@ -44,11 +40,9 @@ class MiningData:
 
     Attributes:
         query_ids, queries: (Q,).
-        documents: distinct passages. Rows below `pool_size` are the pool; the others are positives from outside it,
-            and never candidates.
-        positives: for each query the rows of its known positives: those of its own pairs first, then whatever else the
-            data call a positive of the same query text.
-        pair_counts: for each query, how many of its positives make a pair of their own.
+        documents: distinct passages; from `pool_size` on positives from outside the pool, which are no candidates.
+        positives: for each query the rows of its known positives: those of its own pairs (`pair_counts` of them), then
+            whatever else the data call a positive of the same query text.
         excluded: for each query the pool rows that are a known positive, have its text or id, or repeat the query.
         record: path, format, fingerprint and counts, for reports.
     """
@@ -97,8 +91,10 @@ def load_mining_data(
             data = load_beir_folder(source, split, report=report)
             passages = {name: Passage(name, **document) for name, document in data.corpus.items()}
             pool = [passage for passage in passages.values() if passage.passage]
-            relevant = {query: [d for d, grade in found.items() if grade > 0] for query, found in data.qrels.items()}
-            judged = ((name, data.queries[name], [passages[d] for d in found]) for name, found in relevant.items())
+            judged = (
+                (name, data.queries[name], [passages[document] for document, grade in found.items() if grade > 0])
+                for name, found in data.qrels.items()
+            )
         else:
             rows = read_records(source, record["format"], split, columns, report, num_negatives=0)
             judged = ((None, row.query, _as_passages(row.positives)) for row in rows)
@@ -128,17 +124,9 @@ def _assemble(
     record: dict[str, Any],
 ) -> MiningData:
     """Equal passages become one row; rows that look like a positive of a query, or like the query, are excluded."""
-    documents: list[Passage] = []
-    row_of: dict[bytes, int] = {}
-
-    def add(passage: Passage) -> int:
-        row = row_of.setdefault(_key(passage.passage), len(documents))
-        if row == len(documents):
-            documents.append(passage)
-        return row
-
+    documents: dict[bytes, Passage] = {}
     for passage in chain.from_iterable(known.values()) if pool is None else pool:
-        add(passage)
+        documents.setdefault(_key(passage.passage), passage)
     pool_size = len(documents)
     if not pool_size or not pairs:
         what = "no query has a positive" if pool_size else "no passage is left to mine in"
@@ -146,18 +134,23 @@ def _assemble(
     names_of = {key: {key, *(name for one in found for name in _names(one))} for key, found in known.items()}
     wanted = set().union(*names_of.values())
     rows_called: dict[bytes | str, list[int]] = defaultdict(list)
-    for row, passage in enumerate(documents):
+    for row, passage in enumerate(documents.values()):
         for name in wanted.intersection(_names(passage)):
             rows_called[name].append(row)
+    for passage in chain.from_iterable(known.values()):
+        documents.setdefault(_key(passage.passage), passage)
+    row_of = {key: row for row, key in enumerate(documents)}
 
-    keys = [_key(query) for _, query in pairs]
-    of_pairs = [list(dict.fromkeys(map(add, found))) for found in pairs.values()]
-    positives = [list(dict.fromkeys([*own, *map(add, known[key])])) for own, key in zip(of_pairs, keys, strict=True)]
+    def rows(passages: Iterable[Passage]) -> list[int]:
+        return list(dict.fromkeys(row_of[_key(passage.passage)] for passage in passages))
+
+    keys, counts = [_key(query) for _, query in pairs], [len(rows(own)) for own in pairs.values()]
+    positives = [rows([*own, *known[key]]) for own, key in zip(pairs.values(), keys, strict=True)]
     excluded = [sorted({row for name in names_of[key] for row in rows_called[name]}) for key in keys]
-    record |= {"queries": len(pairs), "pairs": sum(map(len, of_pairs)), "passages": pool_size}
+    record |= {"queries": len(pairs), "pairs": sum(counts), "passages": pool_size}
     ids = [name or f"query-{number}" for number, (name, _) in enumerate(pairs)]
-    queries, counts = [query for _, query in pairs], [len(own) for own in of_pairs]
-    return MiningData(ids, queries, documents, pool_size, positives, counts, excluded, record)
+    queries = [query for _, query in pairs]
+    return MiningData(ids, queries, list(documents.values()), pool_size, positives, counts, excluded, record)
 
 
 def _as_passages(texts: str | Iterable[str]) -> list[Passage]:
@@ -263,8 +256,7 @@ def mine_hard_negatives(
 ) -> MinedNegatives:
     """Find for each query of training data passages that score high and are not known to be relevant.
 
-    A model in training may be asked too: it is back in its mode afterwards; its weights and the random state stay as
-    they are, and no file is written.
+    A model in training may be asked too: it and the random state are left as they are, and no file is written.
 
     Args:
         data: a `MiningData`, or what `load_mining_data` takes.
@@ -292,30 +284,27 @@ def mine_hard_negatives(
         settings |= {"method": "dense", "similarity": metric, "precision": autocast_dtype or "float32"}
         encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress}
         found = _search_dense(data, model, k, metric, encoding)
-    mined_rows = np.full((len(data.queries), checked.num_negatives), -1, dtype=np.int64)
-    mined_scores = np.full(mined_rows.shape, -np.inf, dtype=np.float32)
-    positive_scores = []
-    rng = np.random.default_rng(checked.seed)
+    shape, rng = (len(data.queries), checked.num_negatives), np.random.default_rng(checked.seed)
+    mined = MinedNegatives(data, settings, np.full(shape, -1), np.full(shape, -np.inf, dtype=np.float32), [])
     bar = tqdm(found, desc="Mining", total=len(data.queries), disable=not show_progress)
     for query, (scores, rows, of_positives) in enumerate(bar):
-        positive_scores.append(of_positives)
+        mined.positive_scores.append(of_positives)
         places = np.flatnonzero((rows >= 0) & ~np.isin(rows, data.excluded[query]))[: checked.depth]
         places = places[_selected(scores[places], of_positives.min(), checked, rng)]
         if cross_encoder is not None:
             places = places[_second_opinion(data, query, rows[places], cross_encoder, checked, batch_size)]
         best = np.sort(places[: checked.num_negatives])  # in the order of scores
-        mined_rows[query, : len(best)], mined_scores[query, : len(best)] = rows[best], scores[best]
-    if (mined_rows < 0).all():
-        what = "loosen the rules, raise range_max, or give a larger corpus"
-        raise DataError(f"{data.record['path']}: no query has a negative left ({what})")
-    return MinedNegatives(data, settings, mined_rows, mined_scores, positive_scores)
+        mined.rows[query, : len(best)], mined.scores[query, : len(best)] = rows[best], scores[best]
+    if (mined.rows < 0).all():
+        raise DataError(f"{data.record['path']}: no query has a negative left (loosen the rules, or raise range_max)")
+    return mined
 
 
-# Of each query: scores and rows (k,), best first, -1 for none, and the scores of its positives.
 _Found = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding: dict[str, Any]) -> _Found:
+    """Of each query scores and rows (k,), best first, -1 for none, and the scores of its positives."""
     passages = encode_texts(model, [document.passage for document in data.documents], "document", **encoding)
     queries = prepared(encode_texts(model, data.queries, "query", **encoding), metric, "query embedding")
     scores, rows = search(build_index(passages[: data.pool_size], metric=metric), queries, k)
@@ -368,11 +357,7 @@ def _second_opinion(
 
 
 def load_cross_encoder(name: str, device: str | None = None, trust_remote_code: bool = False) -> Any:
-    """A CrossEncoder from a folder or a hub name.
-
-    Raises:
-        UserError: there is no such model, it cannot be loaded, or it was not trained to give one score for a pair.
-    """
+    """A CrossEncoder by folder or hub name; raises `UserError` where none that gives a pair one score can be loaded."""
     from sentence_transformers import CrossEncoder
 
     from contaccum.encoders import loading
@@ -402,15 +387,14 @@ def write_mined(
         report: more for the report, beside `mined.record()`.
 
     Raises:
-        ConfigError, UserError: see `check_output`.
+        UserError: see `check_output`.
         DataError: nothing is left to write.
     """
     path = check_output(path, output_format)
     queries = range(len(mined.rows))
     lines = [json.dumps(line, ensure_ascii=False) for q in queries for line in _lines_of(mined, q, output_format)]
     if not lines:
-        what = f"no query has {mined.rows.shape[1]} negatives"
-        raise DataError(f"{mined.data.record['path']}: {what} (lower num_negatives, or loosen the rules)")
+        raise DataError(f"{path}: no query has {mined.rows.shape[1]} negatives (lower num_negatives)")
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n" if output_format == "dpr" else (f"{line}\n" for line in lines))
     report_path = Path(f"{path}.report.json")
     write_json(report_path, {**(report or {}), "output_format": output_format, **mined.record()})
@@ -421,8 +405,7 @@ def check_output(path: AnyPath, output_format: str) -> Path:
     """`path`, once its folder is there and can be written to.
 
     Raises:
-        ConfigError: an unknown format, a name that does not fit it, or a file that is there already.
-        UserError: the path is a folder, or cannot be written to.
+        UserError: an unknown format, a name that does not fit it, a file that is there already, or no way to write it.
     """
     path = Path(path)
     check_choice("output_format", output_format, OUTPUT_FORMATS)
@@ -445,10 +428,7 @@ def _lines_of(mined: MinedNegatives, query: int, output_format: str) -> Iterator
     if output_format in ("dpr", "tevatron"):
         name = "passage_id" if output_format == "dpr" else "docid"
         above, below = (
-            [
-                {name: passage.id, "title": passage.title, "text": passage.text, "score": score}
-                for passage, score in part
-            ]
+            [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in part]
             for part in (positives, negatives)
         )
         if output_format == "dpr":

@@ -39,14 +39,9 @@ _Hits = tuple[np.ndarray, np.ndarray]  # scores and rows
 
 @dataclass
 class DenseIndex:
-    """What `build_index` returns.
+    """What `build_index` returns: embeddings (N, d), what gives the ids of rows, and how they are searched.
 
-    Attributes:
-        corpus: the embeddings (N, d).
-        ids: gives the ids of rows, by which equal scores are ordered.
-        factory, metric, parameters: as searched with.
-        faiss_index: None where the embeddings themselves are searched, exactly ("Flat").
-        gpus: how many GPUs search; 0 for the CPU.
+    `faiss_index` is None where the embeddings themselves are searched, exactly ("Flat"), by `gpus` GPUs or the CPU.
     """
 
     corpus: np.ndarray | EmbeddingStore

@@ -40,10 +40,8 @@ class EmbeddingStore:
     `store[10:20]` and `store[[7, 3]]` are float32 copies, and memory holds no more than these.
 
     Attributes:
-        folder: where it lies.
         about: the content of store.json.
-        shape: (N, d).
-        dtype: of the embeddings as they lie on disk.
+        shape, dtype: (N, d), and the type of the embeddings as they lie on disk.
         similarity: "cos" or "dot", what the model's embeddings are compared by.
     """
 
