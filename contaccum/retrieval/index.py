@@ -220,9 +220,6 @@ def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarra
     return {"queries": len(sample), f"recall@{rows.shape[1]}": float(np.mean(hits))}
 
 
-# What can work -------------------------------------------------------------------------------------------------------
-
-
 def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", parameters: str | None = None) -> Any:
     """An empty FAISS index for n vectors of that dimension. Cheap: a mistake is found before a corpus is encoded.
 

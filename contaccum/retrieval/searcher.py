@@ -69,7 +69,7 @@ class FaissSearcher:
         metric = self.metric(score_function)
         if not corpus:
             raise DataError("the corpus has no documents to search")
-        self.timing = {}
+        self.timing, self.recall = {}, None
         embedded = self._timed("encode_queries", encode_queries, self.model, list(queries.values()), **self.encoding)
         documents = self._timed("encode_corpus", encode_corpus, self.model, list(corpus.values()), **self.encoding)
         settings = (self.index, metric, list(corpus), self.index_parameters)

@@ -113,10 +113,12 @@ def test_every_kind_of_index_finds_a_document_by_itself(factory, metric):
 
 
 def test_an_inverted_index_probes_more_than_one_list_unless_told():
-    assert build_index(vectors(400), "IVF16,Flat").parameters == "nprobe=2"
-    assert build_index(vectors(400), "PCA8,IVF16,Flat").parameters == "nprobe=2"
-    assert build_index(vectors(400), "IVF16,Flat", parameters="nprobe=9").parameters == "nprobe=9"
-    assert build_index(vectors(400), "HNSW8").parameters is None
+    for factory, given, expected in [
+        ("PCA8,IVF16,Flat", None, "nprobe=2"),
+        ("IVF16,Flat", "nprobe=9", "nprobe=9"),
+        ("HNSW8", None, None),
+    ]:
+        assert build_index(vectors(400), factory, parameters=given).parameters == expected
 
 
 def test_recall_counts_the_rows_of_the_exact_result_that_were_found():
