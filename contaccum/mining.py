@@ -27,7 +27,7 @@ from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval.encode import Metric, encode_texts, metric_of
 from contaccum.retrieval.index import build_index, prepared, search
-from contaccum.retrieval.searcher import BM25Index, best_rows
+from contaccum.retrieval.searcher import BM25Index
 
 OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
 
@@ -318,7 +318,8 @@ def _search_bm25(data: MiningData, k: int, show_progress: bool) -> _Found:
     index = BM25Index([document.passage for document in data.documents], data.record["path"], show_progress)
     for query, positives in zip(data.queries, data.positives, strict=True):
         scores = index.scores(query)
-        rows = best_rows(scores[: data.pool_size], k)
+        rows = np.flatnonzero(scores[: data.pool_size] > 0)
+        rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         yield scores[rows], rows, scores[positives]
 
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from contaccum.data import RecordReport, read_passages
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.training.memory import peak_memory_mb
 
 _WINDOW = 4096  # as the command has it
 
@@ -36,63 +35,53 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(args.threads)
-    passages = list(read_passages(args.corpus, RecordReport("skip")))[:: args.every][: args.limit]
+    passages = list(read_passages(args.corpus, RecordReport("skip")))[: args.limit]
+    texts = [passage.passage for passage in passages]
     model = SentenceTransformer(args.model, device="cpu")
-
-    def ours(folder: Path) -> np.ndarray:
-        corpus = folder / "corpus.jsonl"
-        writer = StoreWriter(folder / "store", encoding_identity(model, "document", "float32", "float32", _WINDOW))
-
-        def encode(texts: list[str]) -> np.ndarray:
-            return encode_texts(model, texts, "document", args.batch_size)
-
-        writer.fill(read_texts(corpus, "document", RecordReport()), encode)
-        store = EmbeddingStore.open(folder / "store")
-        return store[:]
-
-    def sentence_transformers(folder: Path) -> np.ndarray:
-        return model.encode_document([p.passage for p in passages], batch_size=args.batch_size)
-
-    runs: dict[str, Callable[[Path], np.ndarray]] = {f.__name__: f for f in (ours, sentence_transformers)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    found = {}
-    for turn in range(args.repeats):
-        for name in list(runs)[:: -1 if turn % 2 else 1]:  # nobody always has the warmer machine
-            with tempfile.TemporaryDirectory() as folder:
-                lines = (json.dumps({"_id": p.id, "title": p.title, "text": p.text}) + "\n" for p in passages)
-                Path(folder, "corpus.jsonl").write_text("".join(lines), encoding="utf-8")
-                started = time.perf_counter()
-                found[name] = runs[name](Path(folder))
-                seconds[name].append(time.perf_counter() - started)
-        print(f"turn {turn + 1}: " + ", ".join(f"{name} {times[-1]:.1f} s" for name, times in seconds.items()))
-    ratios = [theirs / mine for mine, theirs in zip(*seconds.values(), strict=True)]
-    difference = float(np.abs(found["ours"] - found["sentence_transformers"]).max())
-    result = {"documents": len(passages), "seconds": seconds, "difference": difference}
-    return result | {"speedup": statistics.median(ratios), "speedups": ratios}
+    ours, theirs = [], []
+    with tempfile.TemporaryDirectory() as name:
+        corpus = Path(name, "corpus.jsonl")
+        lines = (json.dumps({"_id": p.id, "title": p.title, "text": p.text}) + "\n" for p in passages)
+        corpus.write_text("".join(lines), encoding="utf-8")
+        for turn in range(args.repeats):
+            store = Path(name, f"store-{turn}")
+            started = time.perf_counter()
+            writer = StoreWriter(store, encoding_identity(model, "document", "float32", "float32", _WINDOW))
+            writer.fill(
+                read_texts(corpus, "document", RecordReport()),
+                lambda some: encode_texts(model, some, "document", args.batch_size),
+            )
+            ours.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            embeddings = model.encode_document(texts, batch_size=args.batch_size)
+            theirs.append(time.perf_counter() - started)
+            print(f"turn {turn + 1}: ours {ours[-1]:.1f} s, sentence-transformers {theirs[-1]:.1f} s", flush=True)
+        stored = EmbeddingStore.open(store)
+        difference = float(np.abs(stored[:] - embeddings).max())
+    result = {"documents": len(passages), "seconds": {"ours": ours, "sentence_transformers": theirs}}
+    speedup = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
+    return {**result, "difference": difference, "speedup": speedup}
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     """Megabytes of this process at its peak, before the first row and after the last, and seconds."""
     import sentence_transformers  # noqa: F401  # part of what a real run holds
 
-    def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
     def stub(texts: list[str]) -> np.ndarray:
         lengths = np.fromiter(map(len, texts), dtype=np.float32, count=len(texts))
         return lengths[:, None] / np.arange(1, 385, dtype=np.float32)
 
     body = " ".join(f"word{n % 977}" for n in range(98))
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.tsv")
         with corpus.open("w", encoding="utf-8") as file:
             file.write("id\ttext\ttitle\n")
             file.writelines(f"{n}\tpassage {n} {body}\ttitle {n % 1000}\n" for n in range(args.rows))
-        before, started = peak(), time.perf_counter()
+        before, started = peak_memory_mb("cpu"), time.perf_counter()
         writer = StoreWriter(Path(folder, "store"), {"dtype": "float16", "shard_size": 50_000, "kind": "document"})
         assert writer.fill(read_texts(corpus, "document", RecordReport()), stub)
         seconds = time.perf_counter() - started
-    return {"rows": args.rows, "peak_mb": peak(), "before_mb": before, "seconds": seconds}
+    return {"rows": args.rows, "peak_mb": peak_memory_mb("cpu"), "before_mb": before, "seconds": seconds}
 
 
 def main() -> None:
@@ -101,18 +90,15 @@ def main() -> None:
     add("model", nargs="?", help="none with --stub")
     add("--stub", action="store_true", help="memory instead of speed")
     add("--corpus", type=Path, help="what contaccum encode takes")
-    add("--every", type=int, default=1, help="take every n-th document")
     for name, value in {"limit": 300, "batch_size": 32, "repeats": 3, "threads": 1, "rows": 1_000_000}.items():
         add(f"--{name}", type=int, default=value)
-    add("--folder", help="where corpus and store lie meanwhile")
     add("--output", metavar="FILE.json")
     args = parser.parse_args()
     result = measure_memory(args) if args.stub else measure_speed(args)
     print(result)
     if args.output:
-        settings = {name: str(value) for name, value in vars(args).items() if value is not None}
-        about = {"versions": package_versions(), "git_commit": git_commit()}
-        write_json(args.output, {"settings": settings, "result": result, **about})
+        about = {"settings": {name: str(value) for name, value in vars(args).items()}, "versions": package_versions()}
+        write_json(args.output, {**about, "git_commit": git_commit(), "result": result})
 
 
 if __name__ == "__main__":

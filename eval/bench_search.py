@@ -11,10 +11,8 @@ too, and plain normal vectors would make every approximate index look poor.
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,9 +20,6 @@ import numpy as np
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.retrieval.index import build_index, check_factory, recall_against_exact, search
 from contaccum.retrieval.searcher import FaissSearcher, Run
-
-# What float32 scores of vectors of length 1 may differ by, summed in different orders.
-ROUNDING = 2e-6
 
 
 def made_up(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -67,64 +62,50 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
     import torch
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    logging.getLogger("beir").setLevel(logging.WARNING)
     text = {"title": "", "text": ""}  # one for all: beir sorts by length, and so leaves the order
     corpus = {f"d{row}": text for row in range(len(documents))}
     asked = dict.fromkeys([f"q{row}" for row in range(len(queries))], "")
-
-    def timed(searcher: Callable[[Any], Any], model: Stub) -> tuple[float, float, Run]:
-        run = searcher(model).search(corpus, asked, args.k, "cos_sim")
-        return time.perf_counter() - model.began[0], time.process_time() - model.began[1], run
-
     turns = []
     for turn in range(args.repeats):
-        seconds, cpu, ours = timed(lambda m: FaissSearcher(m, show_progress_bar=False), Stub(documents, queries))
-        tensors = Stub(torch.from_numpy(documents), torch.from_numpy(queries))
-        seconds_beir, cpu_beir, theirs = timed(lambda m: DenseRetrievalExactSearch(m, show_progress_bar=False), tensors)
-        turns.append({"seconds": seconds, "cpu": cpu, "seconds_beir": seconds_beir, "cpu_beir": cpu_beir})
-        print(f"turn {turn + 1}: " + ", ".join(f"{name} {value:.1f}" for name, value in turns[-1].items()), flush=True)
-    speedup = {f"speedup{of}": statistics.median(t[f"{n}_beir"] / t[n] for t in turns) for n, of in _CLOCKS.items()}
-    return {"turns": turns, **speedup, **differences(ours, theirs)}
-
-
-_CLOCKS = {"seconds": "", "cpu": "_cpu"}
-
-
-def differences(ours: Run, theirs: Run) -> dict[str, Any]:
-    """The share of queries with the same documents, documents that only one found and rounding does not explain, and
-    by how much scores differ."""
-    same, other, greatest = 0, 0, 0.0
-    for query, hits in ours.items():
-        there = theirs[query]
-        same += hits.keys() == there.keys()
-        last = max(min(hits.values()), min(there.values()))
-        other += sum(
-            abs(hits.get(document, there.get(document, 0.0)) - last) > ROUNDING
-            for document in hits.keys() ^ there.keys()
-        )
-        greatest = max([greatest, *(abs(hits[document] - there[document]) for document in hits.keys() & there.keys())])
-    return {"same_documents": same / len(ours), "other_documents": other, "score_difference": greatest}
+        model = Stub(documents, queries)
+        ours: Run = FaissSearcher(model, show_progress_bar=False).search(corpus, asked, args.k, "cos_sim")
+        figures = {"seconds": time.perf_counter() - model.began[0], "cpu": time.process_time() - model.began[1]}
+        model = Stub(torch.from_numpy(documents), torch.from_numpy(queries))
+        theirs: Run = DenseRetrievalExactSearch(model, show_progress_bar=False).search(corpus, asked, args.k, "cos_sim")
+        figures["seconds_beir"] = time.perf_counter() - model.began[0]
+        figures["cpu_beir"] = time.process_time() - model.began[1]
+        turns.append(figures)
+        print(f"turn {turn + 1}: {figures}", flush=True)
+    return {
+        "turns": turns,
+        "speedup": statistics.median(turn["seconds_beir"] / turn["seconds"] for turn in turns),
+        "speedup_cpu": statistics.median(turn["cpu_beir"] / turn["cpu"] for turn in turns),
+        "same_documents": statistics.fmean(ours[query].keys() == theirs[query].keys() for query in ours),
+        "score_difference": max(
+            abs(score - theirs[query].get(document, score))
+            for query, hits in ours.items()
+            for document, score in hits.items()
+        ),
+    }
 
 
 def compare_indexes(args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray) -> list[dict[str, Any]]:
     """For each index and search parameters: seconds to build, queries a second, and recall against exact search."""
-    settings = [given.partition("@") for given in args.indexes]
-    for factory, _, parameters in settings:
-        check_factory(factory, args.dimension, args.rows, "dot", parameters or None)
     results = []
-    for factory, _, parameters in settings:
+    for factory, _, parameters in [given.partition("@") for given in args.indexes]:
+        check_factory(factory, args.dimension, args.rows, "dot", parameters or None)
         started = time.perf_counter()
         index = build_index(documents, factory, "dot", parameters=parameters or None)
-        result: dict[str, Any] = {"index": factory, "parameters": index.parameters}
-        result["build_seconds"] = time.perf_counter() - started
+        built = time.perf_counter() - started
         speeds = []
         for _ in range(args.repeats):
             started = time.perf_counter()
             _, rows = search(index, queries, args.k)
             speeds.append(len(queries) / (time.perf_counter() - started))
+        result = {"index": factory, "parameters": index.parameters, "build_seconds": built}
         result["queries_per_second"] = statistics.median(speeds)
         results.append(result | (recall_against_exact(index, queries, rows) or {}))
-        print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in results[-1].items()))
+        print(results[-1], flush=True)
     return results
 
 

@@ -10,7 +10,6 @@ the same turn. Peaks are measured in a process of their own. Quality is not meas
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from contaccum.encoders import DualEncoder, set_dropout
@@ -56,15 +56,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--output": {"type": Path, "help": "JSON to write"},
     "--peak_of": {"help": argparse.SUPPRESS},  # a cell, in the process that measures its peak
 }
-
-
-def cells(options: argparse.Namespace) -> list[Cell]:
-    """What is measured; methods without a bank once per total."""
-    found = []
-    for total, method in itertools.product(options.total, options.methods):
-        banks = options.bank if method in BANK_METHODS else [0]
-        found += [(total, method, bank) for bank in banks]
-    return found
 
 
 def make_encoder(options: argparse.Namespace) -> DualEncoder:
@@ -152,7 +143,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = make_encoder(options)
     optimizer, shuffled, records = optimizer_of(model), random.Random(0), []
     for total in options.total:
-        some = [cell for cell in cells(options) if cell[0] == total]
+        banks = {method: options.bank if method in BANK_METHODS else [0] for method in options.methods}
+        some = [(total, method, bank) for method, sizes in banks.items() for bank in sizes]
         updates = {cell: Update(options, model, optimizer, cell) for cell in some}
         seconds: dict[Cell, list[float]] = {cell: [] for cell in some}
         for turn in range(options.repeats + 1):  # the first warms up
@@ -161,19 +153,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 seconds[cell] += [taken] if turn else []
             print(f"total {total}: turn {turn} of {options.repeats}", file=sys.stderr)
         del updates
-        base = torch.tensor(seconds.get((total, "grad_accum", 0), []), dtype=torch.float64)
+        base = np.array(seconds.get((total, "grad_accum", 0), []))
         for cell in some:
-            times = torch.tensor(seconds[cell], dtype=torch.float64)
-            low, median, high = times.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+            low, median, high = np.quantile(seconds[cell], [0.25, 0.5, 0.75]).tolist()
             record = {"total": total, "method": cell[1], "bank": cell[2], "seconds": median, "seconds_low": low}
-            record |= {"seconds_high": high, "ratio": (times / base).median().item() if len(base) else None}
-            records.append(record | {"pairs_per_second": total / median})
+            record |= {"seconds_high": high, "ratio": float(np.median(seconds[cell] / base)) if len(base) else None}
+            records.append(record)
     if not options.no_memory:
         for record in records:
             record["memory_mb"] = peak_of((record["total"], record["method"], record["bank"]))
-        base_mb = {r["total"]: r["memory_mb"] for r in records if r["method"] == "grad_accum"}
-        for record in records:
-            record["extra_memory_mb"] = record["memory_mb"] - base_mb.get(record["total"], record["memory_mb"])
     return records
 
 
@@ -202,11 +190,7 @@ def main() -> None:
         return
     records = measure(options)
     for record in records:
-        ratio = "" if record["ratio"] is None else f"{record['ratio']:.3f}"
-        memory = f"{record['memory_mb']:9.0f} MB" if "memory_mb" in record else ""
-        print(
-            f"{record['total']:6} {record['method']:<10} {record['bank']:8,} {record['seconds']:8.3f} s", ratio, memory
-        )
+        print(*(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x}" for key, x in record.items()), sep=", ")
     if options.output:
         settings = {key: value for key, value in vars(options).items() if key not in ("output", "peak_of")}
         about = {"threads": torch.get_num_threads(), "versions": package_versions(), "git_commit": git_commit()}

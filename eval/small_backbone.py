@@ -1,28 +1,15 @@
 """`python eval/small_backbone.py MODEL OUT`: a small encoder for studies, cut from a BERT or with fresh weights."""
 
 import argparse
-import sys
-from pathlib import Path
 
 from transformers import AutoConfig, AutoModel, AutoTokenizer, set_seed
 
 
 def small_backbone(model: str, output: str, layers: int, hidden_size: int | None, seed: int) -> str:
-    """Write a transformers backbone to ``output``; returns a line that says what it is.
-
-    Args:
-        model: a folder or hub name of a BERT.
-        layers: the first ones of ``model``.
-        hidden_size: a multiple of 32: fresh weights of this width instead of those of ``model``.
-    """
-    if Path(output).exists():
-        raise SystemExit(f"small_backbone: error: {output} exists: name a new folder")
+    """Write the first layers of a BERT, or as many with fresh weights of a width; returns what it is."""
     config = AutoConfig.from_pretrained(model)
     if config.model_type != "bert" or not 0 < layers <= config.num_hidden_layers:
-        raise SystemExit(
-            f"small_backbone: error: {model} is a {config.model_type} of {config.num_hidden_layers} layers; this cuts "
-            f"a bert, to no more layers than it has (--layers {layers})"
-        )
+        raise SystemExit(f"small_backbone: error: {model} is no bert of {layers} layers or more")
     config.num_hidden_layers = layers
     if hidden_size is None:
         backbone = AutoModel.from_pretrained(model, config=config)
@@ -44,4 +31,4 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, help="fresh weights of this width, a multiple of 32")
     parser.add_argument("--seed", type=int, default=0, help="of fresh weights")
-    print(small_backbone(**vars(parser.parse_args())), file=sys.stdout)
+    print(small_backbone(**vars(parser.parse_args())))

@@ -13,36 +13,22 @@ import sys
 from pathlib import Path
 
 from contaccum.data import load_training_data
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import DataError, UserError
 from contaccum.files import atomic_folder
 
 Pair = tuple[str, str, str]  # hash of the passage, query, passage
 
 
-def split_pairs(
-    source: str | Path, output: str | Path, dev: float = 0.1, test: float = 0.1, limit: int | None = None
-) -> dict[str, int]:
-    """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``.
+def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, int]:
+    """Write ``output/train.jsonl`` and the BEIR folders ``output/dev`` and ``output/test``; returns counts.
 
     Passages are ordered by a hash of their text: the last share (``dev``) is the dev set, the one before it (``test``)
     the test set. A corpus is its set's own passages; equal passages are one document. A training pair whose query is
     also asked in a held-out set is left out, and so is a test query that dev asks.
 
-    Args:
-        source: training pairs in any format that :func:`load_training_data` reads.
-        output: a folder that does not exist yet.
-        dev, test: shares of the passages.
-        limit: passages of each part that stay, first by hash; None: all.
-
-    Returns:
-        Counts: pairs of ``train``, queries of ``dev`` and ``test``, and pairs ``left_out``.
-
     Raises:
-        ConfigError: shares that leave nothing to train on.
         DataError: for unreadable input, an output that exists, or a part that comes out empty.
     """
-    if dev <= 0 or test < 0 or dev + test >= 1:
-        raise ConfigError(f"dev={dev} and test={test} are shares of the passages: above 0, and below 1 together")
     if Path(output).exists():
         raise DataError(f"{output}: exists already; choose another folder or remove it")
     dataset = load_training_data(source, on_bad_record="skip", positives="first").dataset
@@ -52,26 +38,21 @@ def split_pairs(
         place = int(digest[:15], 16) / 16**15
         part = "dev" if place >= 1 - dev else "test" if place >= 1 - dev - test else "train"
         parts[part].append((digest, row["query"], row["positive"]))
-    if limit is not None:
-        for name, pairs in parts.items():
-            first = set(sorted({digest for digest, _, _ in pairs})[:limit])
-            parts[name] = [pair for pair in pairs if pair[0] in first]
     pairs_before = len(parts["train"]) + len(parts["test"])
     asked = {query for _, query, _ in parts["dev"]}
     parts["test"] = [pair for pair in parts["test"] if pair[1] not in asked]
     asked |= {query for _, query, _ in parts["test"]}
     parts["train"] = [pair for pair in parts["train"] if pair[1] not in asked]
-    for name in ("train", "dev", *(("test",) if test else ())):
-        if not parts[name]:
+    for name, pairs in parts.items():
+        if not pairs:
             raise DataError(f"{source}: its {name} part is empty; give it a larger share")
 
     with atomic_folder(output) as folder:
         lines = (json.dumps({"query": query, "positive": passage}) + "\n" for _, query, passage in parts["train"])
         (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
-        counts = {"train": len(parts["train"]), "dev": _write_beir(parts["dev"], folder / "dev"), "test": 0}
-        if test:
-            counts["test"] = _write_beir(parts["test"], folder / "test")
-    return {**counts, "left_out": pairs_before - len(parts["train"]) - len(parts["test"])}
+        held_out = {name: _write_beir(parts[name], folder / name) for name in ("dev", "test")}
+    left_out = pairs_before - len(parts["train"]) - len(parts["test"])
+    return {"train": len(parts["train"]), **held_out, "left_out": left_out}
 
 
 def _write_beir(pairs: list[Pair], folder: Path) -> int:
@@ -94,10 +75,9 @@ if __name__ == "__main__":
     parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders")
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
-    parser.add_argument("--limit", type=int, help="passages of each part that stay")
     options = parser.parse_args()
     try:
-        split = split_pairs(options.pairs, options.output, dev=options.dev, test=options.test, limit=options.limit)
+        split = split_pairs(options.pairs, options.output, options.dev, options.test)
         print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items()))
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)

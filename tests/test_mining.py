@@ -230,14 +230,14 @@ def test_what_is_written_is_read_back_as_training_data(mined, tmp_path, output_f
     found, data = mined[source], mined[source].data
     path = tmp_path / "new" / f"out.json{'' if output_format == 'dpr' else 'l'}"
     path, report = write_mined(found, path, output_format)
-    training = load_training_data(path, num_hard_negatives=2, draw_negatives=False, positives="first").dataset
-    columns = ("query", "positive", "negative_1", "negative_2")
+    training = load_training_data(path, num_hard_negatives=2, positives="first").dataset
     expected = [
-        (data.queries[q], *(data.documents[row].passage for row in (positive, *found.rows[q])))
+        (data.queries[q], data.documents[positive].passage, {data.documents[row].passage for row in found.rows[q]})
         for q, rows in enumerate(data.positives)
         for positive in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
     ]
-    assert [tuple(row[name] for name in columns) for row in training] == expected
+    read = [(row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training]
+    assert read == expected
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
 
 

@@ -27,14 +27,6 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.fixture
-def backbone(tiny_config: Any, tiny_tokenizer: Any, tmp_path: Path) -> Path:
-    folder = tmp_path / "backbone"
-    AutoModel.from_config(tiny_config).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path: Path, capsys: Any) -> None:
     source = tmp_path / "pairs.jsonl"
     queries, passages = sentences(60, 1), sentences(30, 2, 9)
@@ -54,24 +46,19 @@ def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path
 
 
 def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(
-    run_script: Any, backbone: Path, tmp_path: Path
+    run_script: Any, tiny_model_path: str, tmp_path: Path
 ) -> None:
-    whole = AutoModel.from_pretrained(backbone)
-    run_script("eval/small_backbone.py", backbone, tmp_path / "slice", "--layers", 1)
-    cut = AutoModel.from_pretrained(tmp_path / "slice")
+    def made(name: str, *argv: Any) -> Any:
+        run_script("eval/small_backbone.py", tiny_model_path, tmp_path / name, *argv)
+        return AutoModel.from_pretrained(tmp_path / name)
+
+    whole, cut = AutoModel.from_pretrained(tiny_model_path), made("slice", "--layers", 1)
     assert len(cut.encoder.layer) == 1 < len(whole.encoder.layer)
     mine, theirs = (model.encoder.layer[0].state_dict() for model in (cut, whole))
     assert all(mine[key].equal(theirs[key]) for key in theirs)
 
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run_script(
-            "eval/small_backbone.py", backbone, tmp_path / name, "--layers", 1, "--hidden_size", 64, "--seed", seed
-        )
-    a, b, c = (
-        AutoModel.from_pretrained(tmp_path / name).encoder.layer[0].attention.self.query.weight for name in "abc"
-    )
+    fresh = [made(f"fresh-{n}", "--layers", 1, "--hidden_size", 64, "--seed", seed) for n, seed in enumerate((0, 0, 1))]
+    a, b, c = (model.encoder.layer[0].attention.self.query.weight for model in fresh)
     assert a.shape == (64, 64) and a.equal(b) and not a.equal(c)
-    with pytest.raises(SystemExit, match="no more layers than it has"):
-        run_script("eval/small_backbone.py", backbone, tmp_path / "deep", "--layers", 99)
-    with pytest.raises(SystemExit, match="exists"):
-        run_script("eval/small_backbone.py", backbone, tmp_path / "a")
+    with pytest.raises(SystemExit, match="no bert of 99 layers"):
+        made("deep", "--layers", 99)

@@ -61,8 +61,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     """Ids and embeddings (n, d) of queries from their own store, or encoded now; of the store's own model alone."""
-    from contaccum.data import RecordReport
-    from contaccum.data.beir import judged_queries
+    from contaccum.data import RecordReport, load_beir_folder
     from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
     from contaccum.retrieval.store import ABOUT, EmbeddingStore
 
@@ -73,10 +72,10 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     if args.model is None:
         raise ConfigError("name a MODEL to encode the queries with, or give a store of encoded queries to --queries")
     report = RecordReport(args.on_bad_record)
-    texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
     if args.split:
-        judged = judged_queries(args.queries, args.split)
-        texts = {name: text for name, text in texts.items() if name in judged}
+        texts = load_beir_folder(args.queries, args.split, report=report).queries
+    else:
+        texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
     report.refuse_if_nothing_left(args.queries, len(texts), "queries")
     print(report.summary())
     model = load_model(args.model, args)

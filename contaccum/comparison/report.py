@@ -37,6 +37,7 @@ COST: dict[str, tuple[str, Any, str]] = {
 }
 
 Results = Mapping[str, Mapping[str, Any]]  # name of the run -> its result.json
+Pairs = Mapping[tuple[str, str], Mapping[str, str]]  # (group, its baseline's group) -> the row's labels
 
 
 def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,90 +46,26 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
     Args:
         results: of the runs that are finished.
         failed: name of the run -> why.
-        about: command, settings, data, versions, commit, machine; taken over as it is.
+        about: command, settings, data, versions, commit; taken over as it is.
     """
-    found = {
-        group.name: {seed: results[group.run(seed)] for seed in plan.seeds if group.run(seed) in results}
-        for group in plan.groups.values()
-    }
+    pairs = _pairs(plan)
     left_out = ("evaluations", "identity")
     return {
         **about,
         "baseline": plan.baseline,
         "seeds": list(plan.seeds),
         "grid": {key: list(values) for key, values in plan.grid.items()},
-        "entries": [{"name": e.name, "method": e.method, "overrides": dict(e.overrides)} for e in plan.entries],
-        "statistics": {"resamples": RESAMPLES, "bootstrap_seed": 0, "confidence": 0.95},
-        "warnings": [*_unfair(plan, results), *_mixed(results)],
+        "entries": [entry._asdict() for entry in plan.entries],
+        "warnings": _unfair(plan, pairs, results),
         "failed": dict(failed),
-        "groups": {name: _summary(plan.groups[name], by_seed) for name, by_seed in found.items()},
-        "comparisons": _compare(plan, found),
+        "groups": {group.name: _summary(group, plan.seeds, results) for group in plan.groups.values()},
+        "comparisons": _compare(plan, pairs, results),
         "runs": {n: {key: x for key, x in result.items() if key not in left_out} for n, result in results.items()},
     }
 
 
-def _summary(group: Group, by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over seeds of what a group's finished runs measured."""
-    results = list(by_seed.values())
-    about: dict[str, Any] = {
-        "entry": group.entry,
-        "method": group.method,
-        "labels": dict(group.labels),
-        "seeds": list(by_seed),
-        "updates": sorted({result["updates"] for result in results}),
-        "pairs_per_update": group.parsed[2].total_train_batch_size,
-        "metrics": {},
-    }
-    for data in results[0]["evaluations"] if results else ():
-        scored = [result["evaluations"][data]["metrics"] for result in results]
-        about["metrics"][data] = {metric: _mean([scores[metric] for scores in scored]) for metric in METRICS}
-    for key, average, _ in COST.values():
-        values = [result[key] for result in results if result[key] is not None]
-        about[key] = average(values) if values else None
-    return about
-
-
-def _mean(values: Sequence[float]) -> dict[str, Any]:
-    return {"mean": statistics.fmean(values), "sd": _sd(values), "values": values}
-
-
-def _sd(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-def _compare(plan: Plan, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Every group against the baseline of its cell, on every data set by every metric.
-
-    Scores are averaged over the seeds that both have, per query; ``p_holm`` is corrected over all rows of the same data
-    set and metric.
-    """
-    rows: list[dict[str, Any]] = []
-    for (name, baseline), labels in _pairs(plan).items():
-        seeds = [seed for seed in found[name] if seed in found[baseline]]
-        about = {"group": name, "baseline_group": baseline, "entry": plan.groups[name].entry, "labels": labels}
-        for data in found[name][seeds[0]]["evaluations"] if seeds else ():
-            mine, theirs = ([found[n][seed]["evaluations"][data] for seed in seeds] for n in (name, baseline))
-            for metric in METRICS:
-                a, b = _query_means(mine, metric), _query_means(theirs, metric)
-                by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
-                row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
-                row |= paired_bootstrap(list(a.values()), [b[query] for query in a], RESAMPLES)._asdict()
-                rows.append({**row, "difference_by_seed": by_seed, "sd_over_seeds": _sd(by_seed)})
-    for family in {(row["data"], row["metric"]) for row in rows}:
-        members = [row for row in rows if (row["data"], row["metric"]) == family]
-        for row, p in zip(members, holm([row["p_value"] for row in members]), strict=True):
-            row["p_holm"] = p
-    return rows
-
-
-def _query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """{query: score} of a metric, averaged over what the runs of several seeds scored on one data set."""
-    by_seed = [dict(zip(one["query_ids"], one["per_query"][metric], strict=True)) for one in evaluations]
-    return {query: statistics.fmean(scores[query] for scores in by_seed) for query in by_seed[0]}
-
-
-def _pairs(plan: Plan) -> dict[tuple[str, str], dict[str, str]]:
-    """{(group, its baseline's group): labels}, each pair once, though it may fill several cells of the grid."""
+def _pairs(plan: Plan) -> Pairs:
+    """Each pair once, though it may fill several cells of the grid."""
     pairs: dict[tuple[str, str], dict[str, str]] = {}
     for members in plan.cells:
         baseline = plan.groups[members[plan.baseline]]
@@ -137,35 +74,79 @@ def _pairs(plan: Plan) -> dict[tuple[str, str], dict[str, str]]:
         for name in members.values():
             if name != baseline.name:
                 pairs[name, baseline.name] = {**theirs, **plan.groups[name].labels}
-    order = list(plan.groups)
-    return dict(sorted(pairs.items(), key=lambda pair: order.index(pair[0][0])))
+    return pairs
 
 
-def _unfair(plan: Plan, results: Results) -> list[str]:
-    """Runs of one cell and seed that did not begin, or go on, as the baseline's did."""
+def _summary(group: Group, seeds: Sequence[int], results: Results) -> dict[str, Any]:
+    """Means over seeds of what a group's finished runs measured."""
+    found = {seed: results[group.run(seed)] for seed in seeds if group.run(seed) in results}
+    runs = list(found.values())
+    about: dict[str, Any] = {"entry": group.entry, "method": group.method, "labels": dict(group.labels)}
+    about |= {"seeds": list(found), "updates": sorted({run["updates"] for run in runs})}
+    about |= {"pairs_per_update": group.parsed[2].total_train_batch_size, "metrics": {}}
+    for data in runs[0]["evaluations"] if runs else ():
+        about["metrics"][data] = {}
+        for metric in METRICS:
+            values = [run["evaluations"][data]["metrics"][metric] for run in runs]
+            sd = statistics.stdev(values) if len(values) > 1 else None
+            about["metrics"][data][metric] = {"mean": statistics.fmean(values), "sd": sd, "values": values}
+    for key, average, _ in COST.values():
+        values = [run[key] for run in runs if run[key] is not None]
+        about[key] = average(values) if values else None
+    return about
+
+
+def _compare(plan: Plan, pairs: Pairs, results: Results) -> list[dict[str, Any]]:
+    """Every group against the baseline of its cell, on every data set by every metric.
+
+    Scores are averaged over the seeds that both have, per query; ``p_holm`` is corrected over all rows of the same data
+    set and metric.
+    """
+    rows: list[dict[str, Any]] = []
+    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for names, labels in pairs.items():
+        group, baseline = (plan.groups[name] for name in names)
+        seeds = [s for s in plan.seeds if group.run(s) in results and baseline.run(s) in results]
+        about = {"group": group.name, "baseline_group": baseline.name, "entry": group.entry, "labels": labels}
+        for data in results[group.run(seeds[0])]["evaluations"] if seeds else ():
+            mine, theirs = ([results[g.run(s)]["evaluations"][data] for s in seeds] for g in (group, baseline))
+            for metric in METRICS:
+                a, b = _query_means(mine, metric), _query_means(theirs, metric)
+                by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
+                row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
+                row |= paired_bootstrap(list(a.values()), [b[query] for query in a], RESAMPLES)._asdict()
+                rows.append({**row, "difference_by_seed": by_seed})
+                families.setdefault((data, metric), []).append(rows[-1])
+    for family in families.values():
+        for row, p in zip(family, holm([row["p_value"] for row in family]), strict=True):
+            row["p_holm"] = p
+    return rows
+
+
+def _query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """{query: score} of a metric, averaged over what the runs of several seeds scored on one data set."""
+    scored = [one["per_query"] for one in evaluations]
+    return {query: statistics.fmean(scores[query][metric] for scores in scored) for query in scored[0]}
+
+
+def _unfair(plan: Plan, pairs: Pairs, results: Results) -> list[str]:
+    """What runs had other than their baseline's of the same seed, and should not have."""
     checks = {
         "initial_weights": "began with other weights",
         "data_order": "saw other pairs in some update (another batch sampler, or pairs per update?)",
         "pairs_per_update": "has other pairs per update",
         "updates": "made another number of updates",
+        "git_commit": "was of another commit of contaccum",
+        "versions": "had other versions of packages",
+        "machine": "was on another machine, or had other threads,",
     }
-    said: set[str] = set()
-    for members, seed in itertools.product(plan.cells, plan.seeds):
-        # The baseline's first: it is what the others are compared with, if it was finished.
-        names = [plan.groups[name].run(seed) for name in (members[plan.baseline], *members.values())]
-        first, *others = [results[name] for name in names if name in results] or [{}]
-        for other, (key, phrase) in itertools.product(others, checks.items()):
-            if other[key] != first[key]:
-                said.add(f"{other['name']} {phrase} than {first['name']}")
+    said = set()
+    for names, seed in itertools.product(pairs, plan.seeds):
+        mine, theirs = (results.get(plan.groups[name].run(seed)) for name in names)
+        if mine and theirs:
+            differing = [phrase for key, phrase in checks.items() if mine[key] != theirs[key]]
+            said |= {f"{mine['name']} {phrase} than {theirs['name']}" for phrase in differing}
     return sorted(said)
-
-
-def _mixed(results: Results) -> Iterator[str]:
-    kinds = {"git_commit": "commits of contaccum", "versions": "package versions", "machine": "machines"}
-    for key, what in kinds.items():
-        different = {str(result[key]) for result in results.values()}
-        if len(different) > 1:
-            yield f"runs were made with {len(different)} different {what} (or numbers of threads): mind the times"
 
 
 # The report to read --------------------------------------------------------------------------------------------------

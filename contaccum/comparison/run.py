@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -17,16 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import set_seed
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.comparison.plan import Plan
+from contaccum.comparison.plan import Plan, as_tokens
 from contaccum.comparison.report import METRICS
 from contaccum.data import BeirDataset
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import about_data, evaluate_beir
 from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
@@ -37,24 +36,16 @@ from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
 from contaccum.version import __version__
 
-JOB, RESULT, MODEL = "job.json", "result.json", "model"
-
+JOB, RESULT = "job.json", "result.json"
 Job = dict[str, Any]
-"""What a process needs to know of its run; ``identity`` holds all that decides the result."""
-
-Evaluation = Mapping[str, Any]
-"""The options of `contaccum compare` that begin with eval, by the rest of their names."""
-
 
 # Jobs ----------------------------------------------------------------------------------------------------------------
 
 
-def about_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """What a report says of each set that is scored; reads them all, one at a time.
+def about_sets(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a report says of each set that is scored; raises `UserError` for none, two of one name, or one to mend.
 
-    Raises:
-        DataError: one that cannot be used.
-        ConfigError: none, or two of one name, which a report could not tell apart.
+    ``evaluation`` has the options of `contaccum compare` that begin with eval_, by the rest of their names.
     """
     sets = [about_data(_load_set(evaluation, given)) for given in evaluation["data"]]
     if len({data["name"] for data in sets}) < max(1, len(sets)):
@@ -62,23 +53,20 @@ def about_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
     return sets
 
 
-def _load_set(evaluation: Evaluation, given: str) -> BeirDataset:
+def _load_set(evaluation: Mapping[str, Any], given: str) -> BeirDataset:
     return sample(load_beir_data(given, evaluation["split"]), evaluation["queries"], evaluation["corpus"])
 
 
-def make_jobs(plan: Plan, evaluation: Evaluation, sets: Sequence[Mapping[str, Any]], folder: Path) -> list[Job]:
+def make_jobs(plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[str, Any]], folder: Path) -> list[Job]:
     """A job for every run of the plan, seed by seed, each with a folder of its own below ``folder``.
 
-    Args:
-        sets: as :func:`about_sets` gives them.
-
-    Raises:
-        DataError: training data that cannot be used.
+    ``evaluation`` and ``sets`` are what :func:`about_sets` takes and gives; a job's ``identity`` is all that decides
+    its result. Raises `DataError` for training data that cannot be used.
     """
+    scored = {f"eval_{key}": value for key, value in evaluation.items() if key not in ("data", "batch_size")}
+    scored |= {f"eval_data {data['name']}": data["fingerprint"] for data in sets}
     train_data: dict[str, str] = {}
     jobs: list[Job] = []
-    scored = {key: value for key, value in evaluation.items() if key not in ("data", "batch_size")}
-    scored["sets"] = {data["name"]: data["fingerprint"] for data in sets}
     for seed in plan.seeds:
         for group in plan.groups.values():
             _, data, args = group.parsed
@@ -88,59 +76,33 @@ def make_jobs(plan: Plan, evaluation: Evaluation, sets: Sequence[Mapping[str, An
             own = folder / group.run(seed)
             job = {"name": own.name, "entry": group.entry, "method": group.method, "seed": seed}
             job |= {"labels": dict(group.labels), "folder": str(own), "evaluation": dict(evaluation)}
-            job["options"] = [*group.options, f"--seed={seed}", f"--output_dir={own}"]
-            decides = {"contaccum": __version__, "arguments": {**group.arguments(), "seed": seed}}
-            job["identity"] = {**decides, "train_data": train_data[read], "evaluation": scored}
+            job["options"] = [*as_tokens(group.options), f"--seed={seed}", f"--output_dir={own}"]
+            options = {key: " ".join(values) for key, values in group.options.items()}
+            job["identity"] = {"contaccum": __version__, "train_data": train_data[read], **options, **scored}
             jobs.append(job)
     return jobs
 
 
-def unfinished(jobs: Sequence[Job], overwrite: bool, keep_models: bool) -> list[Job]:
-    """The jobs whose runs are still to be done.
+def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
+    """{name of the run: its result}, of those that are finished."""
+    paths = {job["name"]: Path(job["folder"]) / RESULT for job in jobs}
+    return {name: read_json(path) for name, path in paths.items() if path.is_file()}
 
-    Args:
-        overwrite: do those again that were done with other settings or data.
-        keep_models: and those whose model was not kept; it will be.
 
-    Raises:
-        ConfigError: without ``overwrite``, for one that was done with other settings or data.
-    """
-    todo = []
+def unfinished(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs whose runs are still to be done; raises `ConfigError` for one that was done with other settings."""
+    results = read_results(jobs)
     for job in jobs:
-        result = finished(job)
-        changed = [] if result is None else differences(result["identity"], job["identity"])
-        if changed and not overwrite:
-            mend = "Pass --overwrite to do such runs again, or another --output_dir"
-            raise ConfigError(f"{job['folder']} was run with other settings: {'; '.join(changed)}. {mend}")
-        if result is None or changed or (keep_models and not (Path(job["folder"]) / MODEL).is_dir()):
-            todo.append({**job, "keep_model": keep_models})
-    return todo
-
-
-def finished(job: Job) -> dict[str, Any] | None:
-    """The result of a job's run; None where there is none."""
-    path = Path(job["folder"]) / RESULT
-    return read_json(path) if path.is_file() else None
-
-
-def differences(before: Any, now: Any, key: str = "") -> list[str]:
-    """What changed between two identities, a phrase each: ``learning_rate was 1e-05, is 5e-05``."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = dict.fromkeys([*before, *now])
-        return [line for name in names for line in differences(before.get(name), now.get(name), name)]
-    # Of a fingerprint, the beginning is enough.
-    shown = ["default" if x is None else str(x)[:8] if len(str(x)) == 64 else str(x) for x in (before, now)]
-    return [] if before == now else [f"{key} was {shown[0]}, is {shown[1]}"]
+        now, before = job["identity"], results.get(job["name"], job)["identity"]
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if changed:
+            said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
+            mend = "Remove it, or name another --output_dir"
+            raise ConfigError(f"{job['folder']} was run with other settings: {said}. {mend}")
+    return [job for job in jobs if job["name"] not in results]
 
 
 # The process ---------------------------------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the job of a job.json."""
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    job = read_json(argv[0])
-    write_json(Path(job["folder"]) / RESULT, run_job(job))
 
 
 def _end_with_the_parent() -> None:
@@ -150,43 +112,29 @@ def _end_with_the_parent() -> None:
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train and score as :func:`make_jobs` says; ``threads`` (torch's) and ``keep_model`` may stand beside.
-
-    Raises:
-        UserError: arguments, data or a model that cannot be used, or data that changed since the job was made.
-    """
-    if job.get("threads"):
-        torch.set_num_threads(job["threads"])
+    """Train and score as a job says."""
     folder, evaluation = Path(job["folder"]), job["evaluation"]
     model_args, data_args, args = parse(job["options"])
     data = load_data(data_args, args)
-    if data.fingerprint != job["identity"]["train_data"]:
-        raise DataError(f"{' '.join(data_args.train_data)}: has changed since this comparison began; start it again")
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
     model = load_model(model_args, device=str(args.device))
     take_prompts(args, data, model)
     initial_weights = model_fingerprint(model)
     evaluator = None
-    if evaluation["updates"] or evaluation["before"]:
-        args.eval_strategy, args.eval_steps = IntervalStrategy.STEPS, evaluation["updates"] or sys.maxsize
-        args.eval_on_start = evaluation["before"]
-        first, metrics = _load_set(evaluation, evaluation["data"][0]), [name.lower() for name in METRICS]
-        evaluator = RetrievalEvaluator(first, metrics, evaluation["batch_size"], args.similarity)  # type: ignore[arg-type]  # checked by the parser
-    trainer = ContAccumTrainer(
-        model=model,
-        args=args,
-        train_dataset=data.dataset,
-        evaluator=evaluator,
-        data_fingerprint=data.fingerprint,
-        mining_data=load_mining_data_of(data_args, args),
-        quiet=True,
-    )
+    if evaluation["updates"]:
+        args.eval_strategy, args.eval_steps, args.eval_on_start = IntervalStrategy.STEPS, evaluation["updates"], True
+        first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
+        evaluator = RetrievalEvaluator(first, [name.lower() for name in METRICS], evaluation["batch_size"], similarity)
+    about: dict[str, Any] = {"data_fingerprint": data.fingerprint, "mining_data": load_mining_data_of(data_args, args)}
+    trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, quiet=True, **about)
     trainer.train()
-    if job.get("keep_model"):
-        trainer.save_model(str(folder / MODEL))
     log = read_log(folder / TRAIN_LOG)
-    curve = read_log(folder / EVAL_LOG) if evaluator else []
-    seconds, ratios = _numbers(log, "seconds"), _numbers(log, "grad_norm_ratio")
+    seconds = [record["seconds"] for record in log]
+    ratios = [record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None]
+    curve = []
+    for point in read_log(folder / EVAL_LOG) if evaluator else []:
+        scores = {name: point[f"eval_{name.lower()}"] for name in METRICS}
+        curve.append({"update": point["update"], "train_seconds": sum(seconds[: point["update"]]), **scores})
     gpu = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else None
     return {
         **{key: job[key] for key in ("name", "entry", "method", "seed", "labels", "identity")},
@@ -195,18 +143,11 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
         "train_seconds": sum(seconds),
-        "seconds_per_update": statistics.median(seconds) if seconds else None,
-        "peak_memory_mb": max(_numbers(log, "peak_memory_mb"), default=None),
+        "seconds_per_update": statistics.median(seconds),
+        "peak_memory_mb": max(record["peak_memory_mb"] for record in log),
         "grad_norm_ratio": statistics.fmean(ratios) if ratios else None,
-        "final_loss": log[-1]["loss"] if log else None,
-        "curve": [
-            {
-                "update": point["update"],
-                "train_seconds": sum(seconds[: point["update"]]),
-                **{name: point[f"eval_{name.lower()}"] for name in METRICS},
-            }
-            for point in curve
-        ],
+        "final_loss": log[-1]["loss"],
+        "curve": curve,
         "evaluations": _score(trainer, evaluation, args.similarity),
         "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "threads": torch.get_num_threads(), "gpu": gpu},
         "versions": package_versions(),
@@ -214,7 +155,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _score(trainer: ContAccumTrainer, evaluation: Evaluation, similarity: Any) -> dict[str, Any]:
+def _score(trainer: ContAccumTrainer, evaluation: Mapping[str, Any], similarity: Any) -> dict[str, Any]:
     """{set: its metrics, and those of every query}, in the precision that was asked for, whatever the training's."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)  # out of mixed precision
     precision = None if evaluation["precision"] == "float32" else evaluation["precision"]
@@ -222,24 +163,15 @@ def _score(trainer: ContAccumTrainer, evaluation: Evaluation, similarity: Any) -
     found = {}
     for given in evaluation["data"]:
         result = evaluate_beir(model, _load_set(evaluation, given), (10, 20, 100), show_progress=False, **settings)
-        found[result.data["name"]] = {
-            "data": result.data,
-            "metrics": {name: result.metrics[name] for name in METRICS},
-            "query_ids": list(result.per_query),
-            "per_query": {name: [scores[name] for scores in result.per_query.values()] for name in METRICS},
-        }
+        found[result.data["name"]] = {"metrics": result.metrics, "per_query": result.per_query}
     return found
 
 
 def _data_order(args: Any, data: Any) -> str:
     """Equal for runs whose updates hold the same pairs: epoch and seed decide, unless batches are composed by size."""
-    composed = args.avoids_duplicates or args.own_batch_sampler
-    size = args.per_device_train_batch_size if composed or isinstance(data.dataset, dict) else None
+    by_size = args.avoids_duplicates or args.own_batch_sampler or args.dataloader_drop_last
+    size = args.per_device_train_batch_size if by_size or isinstance(data.dataset, dict) else None
     return fingerprint(data.fingerprint, args.order_seed, size)
-
-
-def _numbers(log: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [float(record[key]) for record in log if record.get(key) is not None]
 
 
 # Its parent ----------------------------------------------------------------------------------------------------------
@@ -253,58 +185,50 @@ def run_jobs(
 ) -> dict[str, str]:
     """Run every job in an empty folder and a process of its own; returns name -> why, for those that failed.
 
-    Each process writes stdout.log and stderr.log into its folder. Whatever ends this function, an interrupt for
-    instance, ends the processes.
+    Whatever ends this function, an interrupt for instance, ends the processes.
 
     Args:
         at_once: at most; None: one with an accelerator, else one for every two cores.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     at_once = min(at_once or (1 if torch.accelerator.is_available() else max(1, cores // 2)), max(1, len(jobs)))
+    threads = str(max(1, cores // at_once))
     waiting = list(jobs)
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    running: list[tuple[Job, subprocess.Popen[bytes]]] = []
     failed: dict[str, str] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
                 progress(f"[{len(jobs) - len(waiting)}/{len(jobs)}] {job['name']}: started")
-                running[job["name"]] = _start({**job, "threads": max(1, cores // at_once)}, command)
+                running.append((job, _start(job, threads, command)))
             time.sleep(0.1)
-            for job in [job for job in jobs if job["name"] in running and running[job["name"]].poll() is not None]:
-                why = _fault(running.pop(job["name"]).returncode, Path(job["folder"]))
-                failed |= {job["name"]: why} if why else {}
-                progress(f"{job['name']}: {f'FAILED: {why}' if why else 'done'}")
+            for job, process in [pair for pair in running if pair[1].poll() is not None]:
+                running.remove((job, process))
+                if process.returncode:
+                    said = Path(job["folder"], "stderr.log").read_text(encoding="utf-8", errors="replace")
+                    last = redact(said.strip().rpartition("\n")[2])[:300]
+                    failed[job["name"]] = f"exit code {process.returncode}: {last or 'nothing on stderr'}"
+                progress(f"{job['name']}: {failed.get(job['name'], 'done')}")
     finally:
-        for process in running.values():
+        for _, process in running:
             process.communicate()  # closes the pipe, which the process takes for the end of its parent
     return failed
 
 
-def _start(job: Job, command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(job: Job, threads: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
     folder = Path(job["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_json(folder / JOB, job)
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(job["threads"]))
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-    environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    given = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), threads)
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
         return subprocess.Popen(
-            [*command, str(folder / JOB)], stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment
+            [*command, str(folder / JOB)], stdin=subprocess.PIPE, stdout=out, stderr=err, env={**os.environ, **given}
         )
 
 
-def _fault(code: int, folder: Path) -> str:
-    """Why a process that ended is no finished run; "" if it is."""
-    if code == 0 and (folder / RESULT).is_file():
-        return ""
-    lines = (folder / "stderr.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    last = redact(lines[-1])[:300] if lines else "nothing on stderr"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}{' (out of memory?)' if code == -9 else ''}: {last}"
-    return f"exit code {code}: {last}" if code else f"ended without a result: {last}"
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    job = read_json(sys.argv[1])
+    write_json(Path(job["folder"]) / RESULT, run_job(job))

@@ -7,48 +7,31 @@ sparse and late-interaction models are out of scope, and tables are made in `tab
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from contaccum.data import (
-    CQADUPSTACK_FORUMS,
-    PUBLIC_NAMES,
-    BeirDataset,
-    default_split,
-    load_beir_folder,
-    resolve_beir_data,
-)
-from contaccum.data.beir import is_beir_folder
+from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split
+from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, score_run, trec_order
 from contaccum.evaluation.results import EvaluationResult, Run
 
-# One set -------------------------------------------------------------------------------------------------------------
-
 
 def evaluate_beir(
-    model: Any,
-    dataset: BeirDataset | str | os.PathLike[str],
-    k_values: Sequence[int] = DEFAULT_K_VALUES,
-    **settings: Any,
+    model: Any, dataset: BeirDataset, k_values: Sequence[int] = DEFAULT_K_VALUES, **settings: Any
 ) -> EvaluationResult:
     """Encode a corpus and its queries, search, and score.
 
     Args:
         model: a SentenceTransformer, or an object with `encode_queries` and `encode_corpus` as BEIR calls them.
-        dataset: loaded data, or what :func:`load_data` takes: a BEIR folder or the name of a public set.
         k_values: cut-offs of the metrics; as many documents as the greatest are retrieved.
         settings: those of :func:`search` and :func:`plan_search`.
 
     Raises:
         ConfigError: settings that are out of range or do not fit the model or the data; before anything is encoded.
-        DataError: data that cannot be used.
     """
     k_values = check_k_values(k_values)
-    if not isinstance(dataset, BeirDataset):
-        dataset = load_data(dataset)
     run, about = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
     return EvaluationResult(metrics, per_query, run, about_data(dataset), **about)
@@ -68,8 +51,7 @@ def score_beir_run(
     deepest = max(check_k_values(k_values))
     top = {query: dict(trec_order(run[query])[:deepest]) for query in dataset.qrels if query in run}
     if not top:
-        first = next(iter(run), "nothing")
-        raise DataError(f"{name}: has results for {first!r:.60}, and for none of {dataset.name}'s judged queries")
+        raise DataError(f"{name}: has results for none of {dataset.name}'s judged queries")
     metrics, per_query = score_run(dataset.qrels, top, k_values)
     data = about_data(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)}
     return EvaluationResult(metrics, per_query, top, data, model={"name": name}, search={"k": deepest})
@@ -118,18 +100,13 @@ def search(
     from contaccum.retrieval.searcher import FaissSearcher
 
     about = plan_search(model, len(corpus), k, **settings)
-    names = ("batch_size", "index", "index_parameters", "autocast_dtype")
-    chosen = {name: settings[name] for name in names if name in settings}
-    searcher = FaissSearcher(model, show_progress_bar=show_progress, **chosen)
+    settings.pop("similarity", None)
+    searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
     run = searcher.search(corpus, queries, k, about["model"]["similarity"])
-    found = searcher.last_index
-    assert found is not None  # there is one after a search
+    found: Any = searcher.last_index
     about["model"] |= {"name": model_name, "dimension": found.corpus.shape[1]}
-    about["search"]["gpus"] = found.gpus
-    if searcher.recall:
-        about["search"]["recall"] = searcher.recall
-    rate = len(corpus) / max(searcher.timing["encode_corpus_seconds"], 1e-9)
-    return run, {**about, "timing": {**searcher.timing, "documents_per_second": rate}}
+    about["search"] |= {"gpus": found.gpus, **({"recall": searcher.recall} if searcher.recall else {})}
+    return run, {**about, "timing": searcher.timing}
 
 
 def plan_search(
@@ -153,16 +130,13 @@ def plan_search(
     Raises:
         ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
     """
-    from contaccum.retrieval.encode import model_fingerprint, tokenisation_contract
+    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_contract
     from contaccum.retrieval.index import check_factory, default_parameters
-    from contaccum.retrieval.searcher import FaissSearcher
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
-    metric = FaissSearcher(model, autocast_dtype=autocast_dtype).metric(similarity)
-    dimension = getattr(model, "truncate_dim", None)
-    if dimension is None and hasattr(model, "get_embedding_dimension"):
-        dimension = model.get_embedding_dimension()
+    metric = metric_of(model, similarity)
+    dimension = getattr(model, "get_embedding_dimension", lambda: None)()
     if dimension is not None:  # a model of BEIR's kind says nothing before it has encoded
         empty = check_factory(index, dimension, documents, metric, index_parameters)
         index_parameters = index_parameters or default_parameters(empty)
@@ -177,68 +151,43 @@ def plan_search(
 # Several sets --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class EvaluationSet:
-    """One data set to score on.
-
-    Attributes:
-        given, split: what `resolve_beir_data` takes.
-        label: what tables call it, and files, with - for /.
-        row: the row of the table that it belongs to; its own label, or "cqadupstack".
-        output: where its record goes.
-        documents, fingerprint: of its data, once :meth:`read` was called.
-    """
+class EvaluationSet(NamedTuple):
+    """One data set to score on: what :func:`load_data` takes, what tables call it, and where its record goes."""
 
     given: str
-    split: str
     label: str
-    row: str
-    output: Path = Path()
-    documents: int = 0
-    fingerprint: str = ""
-
-    def read(self, on_bad_record: Literal["stop", "skip"]) -> BeirDataset:
-        """Its data; raises `DataError` when they cannot be used."""
-        dataset = load_data(self.given, self.split, on_bad_record)
-        self.documents, self.fingerprint = len(dataset.corpus), dataset.fingerprint
-        return dataset
+    output: Path
 
 
-def evaluation_sets(given: Sequence[str], split: str | None, output: Path) -> list[EvaluationSet]:
+def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
     """Spell out ``--data``: `beir`, `cqadupstack` or a folder with its twelve parts, other names, other folders.
 
     Args:
-        split: of all of them; None: `default_split` of each.
-        output: where the record of a single set goes; of several, their names are made from it.
+        output: where the record of a single set goes; of several, their labels, with - for /, are put into its name.
 
     Raises:
-        ConfigError: two sets whose records would have one name.
+        ConfigError: two sets of one label.
     """
-    sets = [one for item in given for one in _spelled_out(item, split)]
-    if len(sets) == 1:
-        return [replace(sets[0], output=output)]
-    found: dict[Path, EvaluationSet] = {}
-    for one in sets:
-        path = output.with_suffix(f".{one.label.replace('/', '-')}.json")
-        if path in found:
-            both = f"--data {found[path].given} and {one.given}"
-            raise ConfigError(f"{both} would both be written to {path}; run them apart")
-        found[path] = replace(one, output=path)
-    return list(found.values())
+    found = [pair for item in given for pair in _spelled_out(item)]
+    labels = [label for _, label in found]
+    sets = []
+    for data, label in found:
+        if labels.count(label) > 1:
+            raise ConfigError(f"--data: two sets are called {label}; evaluate them apart")
+        path = output.with_suffix(f".{label.replace('/', '-')}.json") if len(found) > 1 else output
+        sets.append(EvaluationSet(data, label, path))
+    return sets
 
 
-def _spelled_out(given: str, split: str | None) -> Iterator[EvaluationSet]:
+def _spelled_out(given: str) -> list[tuple[str, str]]:
+    """(folder or public name, label) of each set that one item of ``--data`` stands for."""
     folder = os.path.expanduser(given)
-    parts = [os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS]
     if given == "beir" and not is_beir_folder(folder):
-        for name in PUBLIC_NAMES:
-            yield from _spelled_out(name, split)
-    elif (given == "cqadupstack" and not os.path.exists(folder)) or all(map(is_beir_folder, parts)):
-        for forum, part in zip(CQADUPSTACK_FORUMS, parts, strict=True):
-            label = f"cqadupstack/{forum}"
-            yield EvaluationSet(part if os.path.exists(part) else label, split or "test", label, "cqadupstack")
-    else:
-        above, label = os.path.split(os.path.abspath(folder))
-        # Its parts have the same names in every copy, and "android" alone says little.
-        label = f"cqadupstack/{label}" if label in CQADUPSTACK_FORUMS and above.endswith("cqadupstack") else label
-        yield EvaluationSet(given, split or default_split(given), label, label)
+        return [pair for name in PUBLIC_NAMES for pair in _spelled_out(name)]
+    labels = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+    parts = [os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS]
+    if all(map(is_beir_folder, parts)):
+        return list(zip(parts, labels, strict=True))
+    if given == "cqadupstack":
+        return list(zip(labels, labels, strict=True))
+    return [(given, os.path.basename(os.path.abspath(folder)))]  # "." has a name too

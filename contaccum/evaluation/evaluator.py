@@ -7,22 +7,15 @@ what becomes of the figures, is the trainer's business.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
 from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
 
-from contaccum.data import BeirDataset, passage_text
-from contaccum.errors import check_choice
+from contaccum.data import BeirDataset
 from contaccum.evaluation.beir import about_data
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric, score_run
-
-SAMPLES = ("random", "bm25")
-
-_SPARE = 3  # candidates of BM25 for each place to fill: queries share some of theirs
 
 
 class RetrievalEvaluator(SentenceEvaluator):
@@ -34,7 +27,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         batch_size: texts encoded at once.
         similarity: "cos" or "dot"; None is the model's own.
         primary_metric: the one that a model card shows; None: the first.
-        about: what a record is to say of the data beside its counts, such as how it was sampled.
+        about: what a record is to say of the data beside its counts, such as of how many documents these are a sample.
 
     The scores are those of the model in the precision that it runs in: under the trainer's bf16 or fp16, of that.
 
@@ -72,9 +65,8 @@ class RetrievalEvaluator(SentenceEvaluator):
 
         searcher = FaissSearcher(model, self.batch_size, show_progress_bar=False)
         cuts = sorted({int(name.partition("@")[2]) for name in self.metrics})
-        data = self.dataset
-        run = searcher.search(data.corpus, data.queries, cuts[-1], searcher.metric(self.similarity))
-        means = {name.lower(): value for name, value in score_run(data.qrels, run, cuts)[0].items()}
+        run = searcher.search(self.dataset.corpus, self.dataset.queries, cuts[-1], self.similarity)
+        means = {name.lower(): value for name, value in score_run(self.dataset.qrels, run, cuts)[0].items()}
         scores = {name: means[name] for name in self.metrics}
         self.store_metrics_in_model_card_data(model, scores, epoch, steps)  # type: ignore[arg-type]  # epochs are floats
         return scores
@@ -83,74 +75,33 @@ class RetrievalEvaluator(SentenceEvaluator):
         """Which data, and how much of it; for records."""
         return {**about_data(self.dataset), **self.about}
 
-    @property
-    def description(self) -> str:
-        return "Retrieval"
-
     def get_config_dict(self) -> dict[str, Any]:
         return {key: value for key, value in self.describe().items() if key != "path"}
 
 
-def sample(
-    dataset: BeirDataset,
-    queries: int | None = None,
-    corpus: int | None = None,
-    how: Literal["random", "bm25"] = "random",
-) -> BeirDataset:
+def sample(dataset: BeirDataset, queries: int | None = None, corpus: int | None = None) -> BeirDataset:
     """The same part of a data set every time, for figures that compare with those of the same part alone.
 
     Args:
         queries: judged queries to keep, those with the smallest hashes of their ids; None: all.
-        corpus: documents to keep; every relevant document of a kept query is among them, even where these are more.
-            Judgements of documents that are left out go as well.
-        how: which other documents: "random", those with the smallest hashes; "bm25", judged ones and then the best by
-            BM25 (each query's first, each query's second, and so on), which are harder to tell apart.
-
-    Raises:
-        ConfigError: an unknown ``how``, or bm25s is not installed.
-        DataError: no document has a word for BM25.
+        corpus: documents to keep, likewise; every relevant document of a kept query is among them, even where these are
+            more. Judgements of documents that are left out go as well. None: all.
     """
-    check_choice("how", how, SAMPLES)
     if (queries is None or queries >= len(dataset.queries)) and (corpus is None or corpus >= len(dataset.corpus)):
         return dataset
-    chosen = set(sorted(dataset.queries, key=_order)[:queries])
-    part = replace(
+    asked = set(sorted(dataset.queries, key=_hash)[:queries])
+    qrels = {query: judged for query, judged in dataset.qrels.items() if query in asked}
+    kept = {document for judged in qrels.values() for document, grade in judged.items() if grade > 0}
+    others = sorted(dataset.corpus.keys() - kept, key=_hash)
+    kept.update(others if corpus is None else others[: max(0, corpus - len(kept))])
+    return replace(
         dataset,
-        queries={query: text for query, text in dataset.queries.items() if query in chosen},
-        qrels={query: judged for query, judged in dataset.qrels.items() if query in chosen},
+        queries={query: text for query, text in dataset.queries.items() if query in asked},
+        qrels={query: {d: grade for d, grade in judged.items() if d in kept} for query, judged in qrels.items()},
+        corpus={document: text for document, text in dataset.corpus.items() if document in kept},
+        fingerprint=hashlib.sha256(f"{dataset.fingerprint} queries={queries} corpus={corpus}".encode()).hexdigest(),
     )
-    settings = f"queries={queries} corpus={corpus}"
-    if corpus is not None and corpus < len(dataset.corpus):
-        relevant = {d for judged in part.qrels.values() for d, grade in judged.items() if grade > 0}
-        hardest = dict.fromkeys(d for d in (_hardest(part, corpus) if how == "bm25" else ()) if d not in relevant)
-        others = sorted((d for d in dataset.corpus if d not in relevant and d not in hardest), key=_order)
-        added = list(islice((*hardest, *others), max(0, corpus - len(relevant))))
-        settings += f" hardest={','.join(sorted(added))}" if hardest else ""
-        kept = relevant | set(added)
-        part = replace(
-            part,
-            corpus={document: text for document, text in dataset.corpus.items() if document in kept},
-            qrels={q: {d: grade for d, grade in judged.items() if d in kept} for q, judged in part.qrels.items()},
-        )
-    digest = hashlib.sha256(f"{dataset.fingerprint} {settings}".encode())
-    return replace(part, fingerprint=digest.hexdigest())
 
 
-def _hardest(part: BeirDataset, corpus: int) -> Iterable[str]:
-    """Documents judged and not relevant, then the best of each query by BM25, best first."""
-    from contaccum.retrieval.searcher import BM25Index, best_rows
-
-    ids = list(part.corpus)
-    texts = [passage_text(document["title"], document["text"]) for document in part.corpus.values()]
-    index = BM25Index(texts, str(part.path))
-    depth = min(len(ids), max(10, _SPARE * corpus // len(part.queries)))
-    best = np.full((depth, len(part.queries)), -1)
-    for column, text in enumerate(part.queries.values()):
-        rows = best_rows(index.scores(text), depth)
-        best[: len(rows), column] = rows
-    judged = [document for grades in part.qrels.values() for document, grade in grades.items() if grade <= 0]
-    return [*judged, *(ids[row] for row in best.flat if row >= 0)]
-
-
-def _order(identifier: str) -> bytes:
+def _hash(identifier: str) -> bytes:
     return hashlib.sha256(identifier.encode()).digest()

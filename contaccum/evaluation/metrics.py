@@ -7,6 +7,7 @@ and tables are elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,9 @@ DEFAULT_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@20", "recall@100", "a
 """What is computed while training, under the names that logs have."""
 
 # Name as BEIR prints it -> pytrec_eval's measure, which it takes as `ndcg_cut.10` and gives as `ndcg_cut_10`.
-_TREC_MEASURES = {"NDCG": "ndcg_cut", "MAP": "map_cut", "Recall": "recall", "P": "P"}
-_KINDS = tuple(kind.lower() for kind in (*_TREC_MEASURES, "MRR", "Accuracy"))
+_TREC_MEASURES = {"NDCG": "ndcg_cut", "MAP": "map_cut", "Recall": "recall", "P": "P", "Accuracy": "success"}
+_KINDS = (*_TREC_MEASURES, "MRR")
+_METRIC = re.compile(rf"(?:eval_)?((?:{'|'.join(_KINDS).lower()})@[1-9][0-9]*)")
 _CHUNK = 2**21  # resampled indices held at a time: 16 MB of them
 
 
@@ -33,13 +35,13 @@ def score_run(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Score a run {query id: {document id: score}}; returns means over the judged queries, and the same per query.
 
-    Metrics are named as BEIR prints them: NDCG@k, MAP@k, Recall@k, P@k, MRR@k, Accuracy@k for every k. A document
+    Metrics are named as BEIR prints them: NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k, MRR@k for every k. A document
     with its query's id is ignored, as in BEIR. Queries without judgements are ignored; judged queries that the run
     does not have count as zero, so that a run cannot gain by leaving hard queries out (pytrec_eval alone skips them).
 
     Raises:
         ConfigError: k < 1.
-        DataError: nothing is judged, or a score is NaN.
+        DataError: nothing is judged.
     """
     import pytrec_eval
 
@@ -48,20 +50,13 @@ def score_run(
     if not judged:
         raise DataError("the relevance judgements (qrels) are empty: there is nothing to score a run against")
     scored = {qid: {docid: float(score) for docid, score in run.get(qid, {}).items() if docid != qid} for qid in judged}
-    for qid, hits in scored.items():
-        if any(score != score for score in hits.values()):
-            raise DataError(f"query {qid}: the run has a score that is not a number")
-
     cuts = ",".join(map(str, k_values))
     measures = {f"{measure}.{cuts}" for measure in _TREC_MEASURES.values()} | {"recip_rank"}
     trec = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(scored)
     per_query = {}
     for qid in judged:
         scores = {f"{kind}@{k}": trec[qid][f"{name}_{k}"] for kind, name in _TREC_MEASURES.items() for k in k_values}
-        for k in k_values:
-            found = trec[qid]["recip_rank"] * k > 1 - 1e-9  # the first relevant document is at place k or before
-            scores[f"MRR@{k}"] = trec[qid]["recip_rank"] if found else 0.0
-            scores[f"Accuracy@{k}"] = float(found)
+        scores |= {f"MRR@{k}": trec[qid]["recip_rank"] * scores[f"Accuracy@{k}"] for k in k_values}
         per_query[qid] = scores
     names = metric_names(k_values)
     return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}, per_query
@@ -79,20 +74,18 @@ def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def metric_names(k_values: Sequence[int]) -> list[str]:
     """The names of all metrics that :func:`score_run` gives, in its order."""
-    names = [f"{kind}@{k}" for kind in _TREC_MEASURES for k in k_values]
-    return names + [f"{kind}@{k}" for k in k_values for kind in ("MRR", "Accuracy")]
+    return [f"{kind}@{k}" for kind in _KINDS for k in k_values]
 
 
 def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
-    """Metrics chosen by name, each once; None: those of :data:`MAIN_METRICS` that these cut-offs give, or the like.
+    """Metrics chosen by name, each once; None: those of :data:`MAIN_METRICS` that these cut-offs give.
 
     Raises:
         ConfigError: a metric that these cut-offs do not give.
     """
     known = {name.lower(): name for name in metric_names(k_values)}
     if names is None:
-        main = tuple(name for name in MAIN_METRICS if name in known.values())
-        return main or tuple(f"{name.partition('@')[0]}@{k_values[-1]}" for name in MAIN_METRICS)
+        names = [name for name in MAIN_METRICS if name.lower() in known] or [f"NDCG@{k_values[-1]}"]
     for name in names:
         if check_metric(name) not in known:
             cuts = ", ".join(map(str, k_values))
@@ -106,22 +99,16 @@ def check_metric(name: str) -> str:
     Raises:
         ConfigError: no such metric.
     """
-    plain = name.lower().removeprefix("eval_")
-    kind, at, k = plain.partition("@")
-    if kind not in _KINDS or not at or not k.isdecimal() or int(k) < 1:
-        kinds = ", ".join(_KINDS)
-        hint = closest(plain, DEFAULT_METRICS)
+    found = _METRIC.fullmatch(name.lower())
+    if found is None:
+        kinds, hint = ", ".join(_KINDS).lower(), closest(name.lower(), DEFAULT_METRICS)
         raise ConfigError(f"there is no metric {name!r}: write a kind ({kinds}), @ and a number, such as ndcg@10{hint}")
-    return f"{kind}@{int(k)}"
+    return found[1]
 
 
 def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
-    """The cut-offs, ascending and once each.
-
-    Raises:
-        ConfigError: none, or one that is no whole number of at least 1.
-    """
-    if not k_values or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in k_values):
+    """The cut-offs, ascending and once each; raises `ConfigError` for none, or one below 1."""
+    if not k_values or min(k_values) < 1:
         raise ConfigError(f"k_values must be whole numbers of at least 1, such as 10 100, not {list(k_values)}")
     return tuple(sorted(set(k_values)))
 
@@ -155,10 +142,8 @@ def paired_bootstrap(
         DataError: scores of different lengths, none, or some that are not numbers.
     """
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if x.shape != y.shape or x.ndim != 1 or not x.size:
-        raise DataError(f"paired scores are two lists of one length, one score a query; got {x.shape} and {y.shape}")
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise DataError("paired scores hold a value that is not a number")
+    if x.shape != y.shape or x.ndim != 1 or not x.size or not np.isfinite(x - y).all():
+        raise DataError(f"paired scores are numbers, one a query, of the same queries; got {x.shape} and {y.shape}")
     differences = x - y
     n, observed = len(differences), float(differences.mean())
     generator = np.random.default_rng(seed)

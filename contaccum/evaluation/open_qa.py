@@ -13,27 +13,22 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
-
-import numpy as np
 
 from contaccum.data import Passage, Questions, RecordReport, read_passages
 from contaccum.errors import DataError, check_choice
 from contaccum.evaluation.metrics import check_k_values, trec_order
 from contaccum.evaluation.results import EvaluationResult, Run
-from contaccum.files import Fingerprint
-
-DEFAULT_K_VALUES = (1, 5, 20, 100)
 
 Match = Literal["string", "regex"]
-MATCHES: tuple[Match, ...] = ("string", "regex")
 
 
 def score_open_qa(
     questions: Questions,
     run: Run,
     passages: Mapping[str, Passage],
-    k_values: Sequence[int] = DEFAULT_K_VALUES,
+    k_values: Sequence[int] = (1, 5, 20, 100),
     match: Match = "string",
     show_progress: bool = True,
     **about: Any,
@@ -53,34 +48,24 @@ def score_open_qa(
     from tqdm.auto import tqdm
 
     k_values = check_k_values(k_values)
-    check_choice("match", match, MATCHES)
-    for name in run:
+    check_choice("match", match, ("string", "regex"))
+    for name, hits in run.items():
         if name not in questions.texts:
             called = f"they are called question-1 to question-{len(questions.texts)}, in the order of the file"
             raise DataError(f"{name!r:.60} is no question ({called})")
+        for passage in hits:
+            if passage not in passages:
+                raise DataError(f"passage {passage!r:.60} of {name} is not in the corpus (give the one searched)")
     per_query: dict[str, dict[str, float]] = {}
     for name, answers in tqdm(questions.answers.items(), unit=" questions", desc="Matching", disable=not show_progress):
         found = answer_finder(answers, match)
-        rank = float("inf")
-        for place, (passage, _) in enumerate(trec_order(run.get(name, {}))[: max(k_values)], start=1):
-            if passage not in passages:
-                raise DataError(f"passage {passage!r:.60} of {name} is not in the corpus (give the one searched)")
-            if found(passages[passage].text):
-                rank = place
-                break
+        best = enumerate(trec_order(run.get(name, {}))[: max(k_values)], start=1)
+        rank = next((place for place, (passage, _) in best if found(passages[passage].text)), float("inf"))
         per_query[name] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}
     names = [f"Accuracy@{k}" for k in k_values]
-    means = {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}
+    means = {name: fmean(scores[name] for scores in per_query.values()) for name in names}
     data = {"questions": len(questions.texts), "questions_fingerprint": questions.fingerprint, "match": match}
     return EvaluationResult(means, per_query, run, data, **about)
-
-
-def passages_fingerprint(passages: Mapping[str, Passage]) -> str:
-    """sha256, in hex, of ids, titles and texts in their order."""
-    found = Fingerprint()
-    for passage in passages.values():
-        found.add(*passage)
-    return found.hex()
 
 
 def load_passages(path: Path, report: RecordReport, wanted: set[str] | None = None) -> dict[str, Passage]:
@@ -111,15 +96,10 @@ def answer_finder(answers: Sequence[str], match: Match = "string") -> Callable[[
     compiled is never found, as in DPR. An answer without any token is never found either (DPR finds it everywhere).
     """
     if match == "string":
-        wanted = [_tokens(answer) for answer in answers if matches_anything(answer, match)]
-        return lambda text: any(answer in _tokens(text) for answer in wanted)
+        wanted = [tokens for answer in answers if (tokens := _tokens(answer)).strip()]
+        return lambda text: any(tokens in _tokens(text) for tokens in wanted)
     patterns = [pattern for answer in answers if (pattern := _compiled(answer)) is not None]
     return lambda text: any(pattern.search(unicodedata.normalize("NFD", text)) for pattern in patterns)
-
-
-def matches_anything(answer: str, match: Match) -> bool:
-    """Whether there is anything in the answer that can be found: a token, or a pattern that compiles."""
-    return _compiled(answer) is not None if match == "regex" else _tokens(answer) != "  "
 
 
 def _compiled(answer: str) -> re.Pattern[str] | None:

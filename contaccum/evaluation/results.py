@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, unquote
 
 from contaccum.data.records import Fault, RecordReport, quoted, read_lines, take
 from contaccum.errors import DataError
@@ -39,7 +38,7 @@ class EvaluationResult:
         model: name, fingerprint, similarity, dimension.
         tokenisation: how texts became vectors, see `tokenisation_contract`; None where nobody knows.
         search: index, index_parameters, k, gpus; of an approximate index also its recall against exact search.
-        timing: seconds of encoding, indexing, searching and measuring recall, and documents_per_second.
+        timing: seconds of encoding, indexing, searching and measuring recall.
         precision: "float32", the type that the encoder ran in under autocast, or "unknown" of a run.
     """
 
@@ -92,49 +91,21 @@ def result_files(path: Path) -> list[Path]:
     """The record that ``path`` is, or the records that lie beside a table of several and are listed in it.
 
     Raises:
-        DataError: the file cannot be read, or is a table that ``contaccum evaluate`` did not write.
+        DataError: the file cannot be read.
     """
     content = read_json(path)
     if "sets" not in content:
         return [path]
-    try:
-        parts = [part for row in content["sets"] for part in row.get("parts", [row])]
-        return [path.parent / Path(part["file"]).name for part in parts]  # the name alone: only what lies beside it
-    except (TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: not a table that `contaccum evaluate` wrote ({error!r})") from error
+    parts = [part for row in content["sets"] for part in row.get("parts", [row])]
+    return [path.parent / Path(part["file"]).name for part in parts]  # the name alone: only what lies beside it
 
 
-# Results that need not be made again ---------------------------------------------------------------------------------
-
-
-def finished_result(path: Path, plan: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The record at ``path`` if it is what an evaluation would give again, else None; and a word on why.
-
-    Args:
-        plan: what the record will say of all that decides its scores; of the metrics, their names.
-
-    Raises:
-        DataError: what lies there is no result.
-    """
-    if not path.exists():
-        return None, ""
-    record = read_result(path)
-    plan = json.loads(json.dumps(plan))  # as it would come back from the file: a list for a tuple
-    other = ", ".join(_differences({**record, "metrics": list(record["metrics"])}, plan))
-    if other:
-        return None, f"it had other {other}"
-    if not path.with_suffix(".trec").exists():
-        return None, "its run was gone"
-    return record, f"same model, data and settings, of {record.get('created', 'unknown date')}"
-
-
-def _differences(record: Mapping[str, Any], plan: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for key, value in plan.items():
-        found = record.get(key)
-        if isinstance(value, dict) and isinstance(found, dict):
-            yield from _differences(found, value, f"{key} ")
-        elif found != value:
-            yield f"{above}{key}"
+def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+    """Whether a record says all that a plan says, in nested dicts too; it may say more."""
+    return all(
+        agrees(record.get(key) or {}, value) if isinstance(value, dict) else record.get(key) == value
+        for key, value in plan.items()
+    )
 
 
 # Runs in TREC format ------------------------------------------------------------------------------------------------
@@ -147,11 +118,12 @@ def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterator[str
     """
     for qid, hits in run.items():
         for rank, (docid, score) in enumerate(trec_order(hits), start=1):
-            yield f"{_without_blanks(qid)} Q0 {_without_blanks(docid)} {rank} {score:.9g} {tag}\n"
+            query, document = (re.sub(r"\s", "%20", identifier) for identifier in (qid, docid))
+            yield f"{query} Q0 {document} {rank} {score:.9g} {tag}\n"
 
 
 def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop") -> Run:
-    """A run from whatever system, plain or gzip; blanks in ids, written %20, are blanks again.
+    """A run from whatever system, plain or gzip; %20 in an id is a blank.
 
     Ranks are not believed: as in trec_eval, the order is that of the scores.
 
@@ -165,12 +137,10 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "
     def hit(line: str) -> tuple[str, str, float]:
         cells = line.split()
         if len(cells) != 6:
-            mend = "write query, Q0, document, rank, score and tag, separated by blanks"
-            raise Fault("not six columns", f"found {len(cells)}", mend)
-        query, document = _with_blanks(cells[0]), _with_blanks(cells[2])
+            raise Fault("not six columns", f"found {len(cells)}")
+        query, document = (cell.replace("%20", " ") for cell in (cells[0], cells[2]))
         if document in run.get(query, {}):
-            named = f"{quoted(document)} of query {quoted(query)}"
-            raise Fault("duplicate document", named, "keep one line for it")
+            raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
         with suppress(ValueError):
             if math.isfinite(score := float(cells[4])):
                 return query, document, score
@@ -180,14 +150,3 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "
         run.setdefault(query, {})[document] = score
     report.refuse_if_nothing_left(path, len(run), "results")
     return run
-
-
-def _without_blanks(identifier: str) -> str:
-    return re.sub(r"\s", lambda found: quote(found[0]), identifier)
-
-
-def _with_blanks(identifier: str) -> str:
-    def blank(found: re.Match[str]) -> str:
-        return text if (text := unquote(found[0])).isspace() else found[0]
-
-    return re.sub(r"(?:%[0-9A-F]{2})+", blank, identifier)

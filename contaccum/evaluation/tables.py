@@ -1,20 +1,17 @@
 """The tables of an evaluation: its sets, beside published figures, and against earlier results query by query.
 
-A row is what the JSON holds of it: name, split, queries, documents, metrics, and either the fingerprint and file of one
-set or the `parts` that it is the mean of. Published figures, with the source of each and how it was scored, lie in
-published.json. An earlier result is a record of one set or a table of several, by this version of ``contaccum
-evaluate`` or by one before; only results on the same data are compared. Nothing is encoded or searched here.
+A row is what the JSON holds of it: name, split, queries, documents, metrics, and either the file of one set or the
+`parts` that it is the mean of. Published figures, with the source of each and how it was scored, lie in published.json.
+An earlier result is a record of one set or a table of several; only results on the same data are compared. Nothing is
+encoded or searched here.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from contaccum.data import default_split
 from contaccum.errors import DataError
@@ -24,59 +21,50 @@ from contaccum.evaluation.results import read_result, result_files
 from contaccum.files import read_json
 
 RESAMPLES = 10_000
-QUERIES_SHOWN = 5
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
 """{query id: score}"""
 
 
-class Section(NamedTuple):
-    """A table for people: its title, header and cells (None is blank), and notes below it."""
+def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
+    """A table for the terminal and for a page: columns stand below each other, None is blank."""
+    rows = [list(header), *([_shown(cell) for cell in row] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("| " + " | ".join(row) + " |" for row in padded)
 
-    title: str
-    header: Sequence[str]
-    cells: Sequence[Sequence[Any]]
-    notes: Sequence[str] = ()
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.4f}"
+    return "" if cell is None else str(cell).replace("|", r"\|")
 
 
 # The sets ------------------------------------------------------------------------------------------------------------
 
 
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row for each set, from its record; the parts of CQADupStack are one, in which each counts alike."""
-    parts: dict[str, list[Row]] = {}
-    for one, record in zip(sets, records, strict=True):
-        about = {"name": one.label, "split": one.split, "queries": record["data"]["queries"]}
-        source = {"documents": one.documents, "fingerprint": one.fingerprint, "file": one.output.name}
-        parts.setdefault(one.row, []).append({**about, **source, "metrics": record["metrics"]})
+    """A row for each set, from its record; the twelve parts of CQADupStack are one, in which each counts alike."""
     rows: list[Row] = []
-    for name, found in parts.items():
-        sums = {key: sum(part[key] for part in found) for key in ("queries", "documents")}
-        mean = {"name": name, "split": found[0]["split"], **sums, "metrics": mean_metrics(found), "parts": found}
-        rows.append(found[0] if found[0]["name"] == name else mean)
-    return rows
+    for one, record in zip(sets, records, strict=True):
+        about = {key: record["data"][key] for key in ("split", "queries", "documents")}
+        rows.append({"name": one.label, **about, "file": one.output.name, "metrics": record["metrics"]})
+    parts = [row for row in rows if row["name"].startswith("cqadupstack/")]
+    if not parts:
+        return rows
+    sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
+    mean = {"name": "cqadupstack", "split": parts[0]["split"], **sums, "metrics": mean_metrics(parts), "parts": parts}
+    return [*(row for row in rows if row not in parts), mean]
 
 
-def table_section(rows: Sequence[Row], names: Sequence[str]) -> Section:
+def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """The metrics ``names`` of all rows and their mean."""
     cells = [[row["name"], row["split"], row["queries"], *(row["metrics"][n] for n in names)] for row in rows]
     if len(rows) > 1:
         cells.append(["mean", "", "", *(mean_metrics(rows)[name] for name in names)])
-    return Section("", ["data", "split", "queries", *names], cells)
-
-
-def as_csv(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """A line per row and one for the mean, numbers unrounded."""
-    file = io.StringIO()
-    header = ["name", "split", "queries", "documents", *names]
-    writer = csv.DictWriter(file, ["data", *header[1:]], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({"data": row["name"], **{key: {**row, **row["metrics"]}[key] for key in header[1:]}})
-    if len(rows) > 1:
-        writer.writerow({"data": "mean", **{name: mean_metrics(rows)[name] for name in names}})
-    return file.getvalue()
+    return markdown_table(["data", "split", "queries", *names], cells)
 
 
 def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -84,106 +72,64 @@ def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
     return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
 
 
-# Published figures ---------------------------------------------------------------------------------------------------
+def published_table(rows: Sequence[Row]) -> str:
+    """Our scores beside published ones, on sets of the same split with as many judged queries; "" where there are none.
 
-
-@lru_cache(maxsize=1)
-def published() -> dict[str, Any]:
-    """metric; judged_queries {set: how many}; models, each with name, how, sources and scores {set: score}."""
-    return read_json(Path(__file__).with_name("published.json"))
-
-
-def published_section(rows: Sequence[Row]) -> Section | None:
-    """Our scores beside published ones; None where nothing is published on any of the sets, or not by that metric.
-
-    The mean is over the sets that every model has a figure on. A set with another number of judged queries is other
-    data: it is marked, and left out of the mean.
+    The mean is over the sets that every model has a figure on.
     """
-    metric, judged, models = (published()[key] for key in ("metric", "judged_queries", "models"))
+    published = read_json(Path(__file__).with_name("published.json"))
+    metric, judged, models = published["metric"], published["judged_queries"], published["models"]
     cells: list[list[Any]] = []
-    notes = []
-    common: list[list[Any]] = []
     for row in rows:
         name, ours = row["name"], row["metrics"].get(metric)
-        right_split = row["split"] == default_split(name)
-        theirs = [model["scores"].get(name) if right_split else None for model in models]
-        other = any(theirs) and judged[name] != row["queries"]
-        cells.append([name + "*" * other, ours, *theirs])
-        if other:
-            there = f"{row['queries']:,} judged queries, BEIR has {judged[name]:,}"
-            notes.append(f"*{name}: {there}: other data, not to be compared")
-        elif all(theirs):
-            common.append([ours, *theirs])
-    if not any(any(theirs) for _, ours, *theirs in cells if ours is not None):
-        return None
-    if common and len(rows) > 1:
+        if ours is not None and row["split"] == default_split(name) and row["queries"] == judged.get(name):
+            cells.append([name, ours, *(model["scores"].get(name) for model in models)])
+    if not cells:
+        return ""
+    common = [scores for _, *scores in cells if None not in scores]
+    if len(common) > 1:
         cells.append([f"mean of {len(common)}", *map(fmean, zip(*common, strict=True))])
-    title = f"{metric} beside published figures (sources: docs/evaluation.md)"
-    return Section(title, ["data", "this model", *(model["name"] for model in models)], cells, notes)
+    table = markdown_table(["data", "this model", *(model["name"] for model in models)], cells)
+    return f"## {metric} beside published figures (sources: docs/evaluation.md)\n\n{table}"
 
 
 # Earlier results -----------------------------------------------------------------------------------------------------
 
 
-class PreviousResult(NamedTuple):
-    """An earlier result: its scores of one metric by the label of our data set, and what only it has."""
+def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[str, Scores]:
+    """{label: scores} by an earlier result, of those of our sets that it has.
 
-    path: Path
-    metric: str
-    scores: Mapping[str, Scores]
-    left_out: Sequence[str]
-
-
-def read_previous(path: Path, sets: Sequence[EvaluationSet], metric: str) -> PreviousResult:
-    """The scores of an earlier result on the sets of this evaluation.
+    Args:
+        labels: {fingerprint of the data: label} of our sets.
 
     Raises:
         DataError: no result, none of our data sets, or a result without this metric.
     """
-    labels = {one.fingerprint: one.label for one in sets}
-    scores: dict[str, Scores] = {}
-    left_out: list[str] = []
+    found: dict[str, Scores] = {}
     for file in result_files(path):
         record = read_result(file)
-        theirs = record["data"]
-        if theirs.get("fingerprint") in labels:
-            scores[labels[theirs["fingerprint"]]] = scores_of(record, metric, file)
-        else:
-            left_out.append(_about(theirs.get("name"), theirs.get("split"), theirs.get("fingerprint")))
-    if not scores:
-        here = ", ".join(_about(one.label, one.split, one.fingerprint) for one in sets[:3])
-        there = ", ".join(left_out[:3])
-        raise DataError(f"{path}: is on other data: {there}; here: {here} (compare results of the same data)")
-    return PreviousResult(path, metric, scores, left_out)
+        label = labels.get(record["data"].get("fingerprint"))
+        if label is not None:
+            if metric not in record["metrics"]:
+                raise DataError(f"{file}: has no {metric} (name another as the first of --metrics)")
+            found[label] = {query: values[metric] for query, values in record["per_query"].items()}
+    if not found:
+        raise DataError(f"{path}: is on other data than {', '.join(labels.values())}")
+    return found
 
 
-def scores_of(record: Mapping[str, Any], metric: str, path: Path) -> Scores:
-    """A metric of every query of a result; raises `DataError` where some have none."""
-    try:
-        return {query: float(values[metric]) for query, values in record["per_query"].items()}
-    except (KeyError, TypeError, ValueError):
-        what = f"has no {metric} of every query"
-        raise DataError(f"{path}: {what} (name another as the first of --metrics, or evaluate again)") from None
+def compare(path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping[str, Scores]) -> dict[str, Any]:
+    """Each set of the earlier result ``theirs`` that lies at a path, by :func:`compare_queries`.
 
-
-def compare(ours: Mapping[str, Scores], previous: PreviousResult) -> dict[str, Any]:
-    """Each set, by :func:`compare_queries`; Holm's correction is over the sets. Raises `DataError` for other queries.
-
-    Args:
-        ours: {label: scores}; positive differences are in their favour.
+    Holm's correction is over the sets. Positive differences are in favour of ``ours``, {label: scores}.
     """
-    rows = []
-    for label, theirs in previous.scores.items():
-        if ours[label].keys() != theirs.keys():
-            raise DataError(f"{previous.path}: has scores of other queries on {label} (evaluate it again)")
-        rows.append({"data": label, **compare_queries(ours[label], theirs)})
+    rows = [{"data": label, **compare_queries(ours[label], scores)} for label, scores in theirs.items()]
     for row, p in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["p_holm"] = p
-    about = {"earlier": str(previous.path), "metric": previous.metric, "resamples": RESAMPLES, "seed": 0}
-    return {**about, "rows": rows, "left_out": list(previous.left_out)}
+    return {"earlier": str(path), "metric": metric, "resamples": RESAMPLES, "seed": 0, "rows": rows}
 
 
-def compare_queries(ours: Scores, theirs: Scores, shown: int = QUERIES_SHOWN) -> dict[str, Any]:
+def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, Any]:
     """Two results over the same queries: means, a paired bootstrap, wins, ties and losses, and the greatest changes.
 
     Args:
@@ -195,8 +141,9 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = QUERIES_SHOWN) ->
         {"query": query, "difference": round(score - theirs[query], 9), "ours": score, "earlier": theirs[query]}
         for query, score in ours.items()
     ]
-    gains = sorted((c for c in changes if c["difference"] > 0), key=lambda c: (-c["difference"], c["query"]))
-    losses = sorted((c for c in changes if c["difference"] < 0), key=lambda c: (c["difference"], c["query"]))
+    changes.sort(key=lambda change: (-abs(change["difference"]), change["query"]))
+    gains = [change for change in changes if change["difference"] > 0]
+    losses = [change for change in changes if change["difference"] < 0]
     return {
         "queries": len(a),
         "ours": fmean(a),
@@ -210,66 +157,20 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = QUERIES_SHOWN) ->
     }
 
 
-def comparison_section(comparison: Mapping[str, Any]) -> Section:
+def comparison_table(comparison: Mapping[str, Any]) -> str:
     """What the terminal and the page show of :func:`compare`."""
-    notes = []
+    header = ["data", "ours", "earlier", "difference", "95% interval", "p", "p (Holm)", "wins", "ties", "losses"]
+    cells, notes = [], []
     for row in comparison["rows"]:
+        interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
+        p = ["<0.001" if row[key] < 0.001 else f"{row[key]:.3f}" for key in ("p_value", "p_holm")]
+        counts = [row[key] for key in header[-3:]]
+        cells.append([row["data"], row["ours"], row["earlier"], f"{row['difference']:+.4f}", interval, *p, *counts])
         for key in ("greatest_gains", "greatest_losses"):
-            if row[key]:
-                shown = ", ".join(f"{c['query']} {c['difference']:+.4f}" for c in row[key])
-                notes.append(f"{row['data']}, {key.replace('_', ' ')}: {shown}")
-    notes += [f"not compared, since only the earlier has it: {about}" for about in comparison["left_out"]]
-    notes.append(f"paired bootstrap over queries, {RESAMPLES:,} resamples, two-sided; Holm's correction over the rows")
-    return Section(
-        f"{comparison['metric']} against {comparison['earlier']}",
-        ["data", "ours", "earlier", "difference", "95% interval", "p", "p (Holm)", "wins", "ties", "losses"],
-        [_cells(row) for row in comparison["rows"]],
-        [" ".join(note.split()) for note in notes],  # ids may hold line ends
+            changes = ", ".join(f"{change['query']} {change['difference']:+.4f}" for change in row[key])
+            notes += [f"- {row['data']}, {key.replace('_', ' ')}: {changes}"] if changes else []
+    notes.append(
+        f"- paired bootstrap over queries, {RESAMPLES:,} resamples, two-sided; Holm's correction over the rows"
     )
-
-
-def _about(name: Any, split: Any, fingerprint: Any) -> str:
-    return f"{name} {split} (fingerprint {str(fingerprint)[:12]})"
-
-
-def _cells(row: Mapping[str, Any]) -> list[Any]:
-    interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
-    p = ["<0.001" if row[key] < 0.001 else f"{row[key]:.3f}" for key in ("p_value", "p_holm")]
-    counts = (row[key] for key in ("wins", "ties", "losses"))
-    return [row["data"], row["ours"], row["earlier"], f"{row['difference']:+.4f}", interval, *p, *counts]
-
-
-# Forms ---------------------------------------------------------------------------------------------------------------
-
-
-def as_text(sections: Sequence[Section]) -> str:
-    """For the terminal: the first column to the left, numbers of four digits to the right."""
-    parts = []
-    for section in sections:
-        rows = [list(section.header), *([_shown(cell) for cell in row] for row in section.cells)]
-        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [
-            "  ".join([row[0].ljust(first), *(c.rjust(w) for c, w in zip(row[1:], widths, strict=True))]).rstrip()
-            for row in rows
-        ]
-        parts.append("\n".join([*([section.title] if section.title else []), *lines, *section.notes]))
-    return "\n\n".join(parts)
-
-
-def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """A page of them."""
-    lines = [f"# {title}", ""]
-    for section in sections:
-        lines += [f"## {section.title}", ""] if section.title else []
-        rows = [section.header, ["---"] * len(section.header), *([_shown(c) for c in row] for row in section.cells)]
-        lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
-        lines += ["", *(f"- {note}" for note in section.notes), ""]
-    return "\n".join(lines)
-
-
-def _shown(cell: Any) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, float):
-        return f"{cell:.4f}"
-    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+    title = f"## {comparison['metric']} against {comparison['earlier']}"
+    return "\n".join([title, "", markdown_table(header, cells), "", *notes])

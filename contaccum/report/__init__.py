@@ -1,1 +1,1 @@
-"""`contaccum report`: what lies at a path and what is said of it (page), and pictures of it (charts)."""
+"""`contaccum report`: what lies at a path, what is said of it, and pictures of it."""

@@ -25,8 +25,6 @@ from contaccum.errors import DataError, UserError, check_choice
 Kind = Literal["query", "document"]
 Metric = Literal["cos", "dot"]
 
-AUTOCAST_DTYPES = (None, "bfloat16", "float16")
-
 # BEIR's names, and those of sentence-transformers, for the two similarities that an inner product can rank by.
 _METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", "dot": "dot"}
 # A larger batch falls out of a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s at 32 texts, 14.4 s
@@ -47,7 +45,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         path = beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
         questions = load_questions(path, report.on_bad_record)
-        report.restore(questions.report.to_dict())
+        report.restore(vars(questions.report))
         yield from (Passage(name, "", text) for name, text in questions.texts.items())
         return
     known: np.ndarray = np.empty(0, dtype=np.uint64)
@@ -135,7 +133,7 @@ def _encode_as_beir(
 
 def _autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:
     """Autocast to a type, or, for None, what is in force already: a trainer's own autocast stays."""
-    check_choice("autocast_dtype", dtype, AUTOCAST_DTYPES)
+    check_choice("autocast_dtype", dtype, (None, "bfloat16", "float16"))
     return nullcontext() if dtype is None else torch.autocast(device, getattr(torch, dtype))
 
 

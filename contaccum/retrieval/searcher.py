@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.retrieval.encode import AUTOCAST_DTYPES, Metric, encode_corpus, encode_queries, metric_of
+from contaccum.errors import ConfigError, DataError
+from contaccum.retrieval.encode import encode_corpus, encode_queries, metric_of
 from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
 Run = dict[str, dict[str, float]]
@@ -42,7 +42,6 @@ class FaissSearcher:
         autocast_dtype: str | None = None,
         show_progress_bar: bool = True,
     ) -> None:
-        check_choice("autocast_dtype", autocast_dtype, AUTOCAST_DTYPES)
         self.model, self.index, self.index_parameters = model, index, index_parameters
         self.encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress_bar}
         self.timing: dict[str, float] = {}
@@ -66,7 +65,7 @@ class FaissSearcher:
             ConfigError: an unknown score function, or an index that cannot be built.
             DataError: an empty corpus.
         """
-        metric = self.metric(score_function)
+        metric = metric_of(self.model, score_function)
         if not corpus:
             raise DataError("the corpus has no documents to search")
         self.timing, self.recall = {}, None
@@ -86,10 +85,6 @@ class FaissSearcher:
                 hits.popitem()
             run[query] = hits
         return run
-
-    def metric(self, score_function: str | None = None) -> Metric:
-        """See `metric_of`."""
-        return metric_of(self.model, score_function)
 
     def _timed(self, stage: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -129,9 +124,3 @@ class BM25Index:
 
         (words,) = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
         return self.bm25.get_scores(words) if words else np.zeros(self.bm25.scores["num_docs"], dtype=np.float32)
-
-
-def best_rows(scores: np.ndarray, k: int) -> np.ndarray:
-    """Rows of the k best scores above 0, best first; equal ones in order of the row."""
-    rows = np.flatnonzero(scores > 0)
-    return rows[np.argsort(-scores[rows], kind="stable")[:k]]

@@ -127,11 +127,6 @@ class DataArguments:
         "Search among so many of its documents, the same each time, every relevant one among them: faster, and figures "
         "are higher than on all. Default: all.",
     )
-    eval_corpus_sample: str = option(
-        "random",
-        "With eval_corpus_size, which other documents: random ones, or those that BM25 ranks first.",
-        ("random", "bm25"),
-    )
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -312,13 +307,10 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     from contaccum.evaluation.beir import load_data as load_beir
     from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
-    bad: Any = data.on_bad_record  # one of the choices, as is the next
-    how: Any = data.eval_corpus_sample
+    bad: Any = data.on_bad_record  # one of the choices
     whole = load_beir(data.eval_data, data.eval_split, bad)
-    dataset = sample(whole, data.eval_queries, data.eval_corpus_size, how)
+    dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
     about: dict[str, Any] = {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}
-    if len(dataset.corpus) < len(whole.corpus):
-        about["sampled"] = data.eval_corpus_sample
     metric = args.metric_for_best_model
     chosen = () if metric in (None, "loss") else (check_metric(str(metric)),)
     return RetrievalEvaluator(

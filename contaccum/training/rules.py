@@ -176,7 +176,7 @@ DATA_RULES: Rules = {  # of the command line, whose data is known by its argumen
     ),
     **_unless_changed(
         "d",
-        ("eval_split", "eval_queries", "eval_corpus_size", "eval_corpus_sample"),
+        ("eval_split", "eval_queries", "eval_corpus_size"),
         "without eval_data: nothing is evaluated. Add eval_data, a BEIR folder",
         lambda d, a: d.eval_data is None,
     ),
@@ -185,8 +185,6 @@ DATA_RULES: Rules = {  # of the command line, whose data is known by its argumen
     "eval_data={d.eval_data} with eval_strategy=no: it would never be looked at. Set eval_strategy=steps and "
     "eval_steps, or drop eval_data": lambda d, a: d.eval_data is not None and name_of(a.eval_strategy) == "no",
     **_at_least("d", {"eval_queries": 1, "eval_corpus_size": 1}),
-    "eval_corpus_sample={d.eval_corpus_sample} without eval_corpus_size: the whole corpus is searched. Set "
-    "eval_corpus_size, or drop it": lambda d, a: d.eval_corpus_sample != "random" and d.eval_corpus_size is None,
     "eval_data={d.eval_data} with eval_split={d.eval_split}: the best model would be chosen by the very pairs it "
     "trains on. Set eval_split to another split": lambda d, a: (
         d.eval_data is not None and a.keeps_best and _is_trained_on(d, d.eval_data, d.eval_split)

@@ -4,69 +4,67 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from comparison_data import write_tiny_training
+from sample_texts import write_training_and_beir_data
 
 from contaccum.cli import main
 from contaccum.comparison import run as comparison_run
+from contaccum.comparison.report import METRICS
 
-MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "--eval_updates", "4", "--eval_before"]
-
-
-@pytest.fixture(scope="module")
-def tokens(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("comparison")
-    return [*write_tiny_training(root, tiny_config, tiny_tokenizer), "--eval_data", str(root / "beir")]
-
-
-class Compared(NamedTuple):
-    """A comparison of two tiny models: the command's arguments, its folder and its output."""
-
-    arguments: list[str]
-    folder: Path
-    printed: str
+SETTINGS = "num_train_epochs=2 per_device_train_batch_size=4 gradient_accumulation_steps=3 bank_size=20 use_cpu=true"
+MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "--eval_updates", "4"]
 
 
 @pytest.fixture(scope="module")
-def compared(tokens: list[str], tmp_path_factory: pytest.TempPathFactory) -> Compared:
+def tokens(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("data")
+    write_training_and_beir_data(root, 43)
+    places = ["--model", tiny_model_path, "--train_data", str(root / "pairs.jsonl"), "--eval_data", str(root / "beir")]
+    return [*places, *(f"--{setting}" for setting in SETTINGS.split())]
+
+
+@pytest.fixture(scope="module")
+def compared(tokens: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """A comparison of two tiny models: the command's arguments, and its folder."""
     folder = tmp_path_factory.mktemp("compared")
     arguments = ["compare", *tokens, f"--output_dir={folder}", *MORE]
-    lines: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(map(str, parts))))
-        assert main(arguments) == 0
-    return Compared(arguments, folder, "\n".join(lines))
+    assert main(arguments) == 0
+    return arguments, folder
 
 
 @pytest.mark.slow
-def test_two_methods_are_trained_scored_and_reported(compared: Compared) -> None:
-    assert compared.printed.count(": started") == 2 and "[2/2]" in compared.printed
-    report = json.loads((compared.folder / "report.json").read_text())
+def test_two_methods_are_trained_scored_and_reported(compared: tuple[list[str], Path]) -> None:
+    _, folder = compared
+    report = json.loads((folder / "report.json").read_text())
     assert report["warnings"] == [] and report["failed"] == {} and len(report["comparisons"]) == 4
-    assert report["data"]["evaluation"][0]["queries"] == 12
+    assert report["data"]["evaluation"][0]["queries"] == 4
     assert {run["machine"]["threads"] for run in report["runs"].values()} == {1}
     for name, run in report["runs"].items():
-        result = json.loads((compared.folder / "runs" / name / "result.json").read_text())
-        final = result["evaluations"]["beir"]["metrics"]
+        evaluation = json.loads((folder / "runs" / name / "result.json").read_text())["evaluations"]["beir"]
         assert [point["update"] for point in run["curve"]] == [0, 4, 8]
-        assert {key: run["curve"][-1][key] for key in final} == pytest.approx(final)
+        for metric in METRICS:
+            values = [scores[metric] for scores in evaluation["per_query"].values()]
+            assert sum(values) / 4 == pytest.approx(evaluation["metrics"][metric]) == run["curve"][-1][metric]
         assert run["curve"][-1]["train_seconds"] == pytest.approx(run["train_seconds"])
-        values = result["evaluations"]["beir"]["per_query"]["NDCG@10"]
-        assert sum(values) / 12 == pytest.approx(final["NDCG@10"])
-    rows = [line for line in (compared.folder / "report.md").read_text().splitlines() if line.startswith("| contaccum")]
+    rows = [line for line in (folder / "report.md").read_text().splitlines() if line.startswith("| contaccum")]
     assert len(rows) == 5  # four metrics, and the cost
-    assert (compared.folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    files = {path.name for path in (compared.folder / "runs" / "contaccum_seed-3").iterdir()}
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(folder), "--output", str(folder / "report.html")]) == 0
+    page = (folder / "report.html").read_text()
+    (row,) = (row for row in report["comparisons"] if row["metric"] == "NDCG@10")
+    assert f">{row['difference']:+.4f}</td>" in page and "nDCG@10 by update" in page and "bank_fill" in page
+    files = {path.name for path in (folder / "runs" / "contaccum_seed-3").iterdir()}
     assert {"job.json", "result.json", "train_log.jsonl", "eval_log.jsonl", "run.json", "stderr.log"} <= files
-    assert "model" not in files and not any(name.endswith(".safetensors") for name in files)
+    assert not any(name.endswith(".safetensors") for name in files)
 
 
 @pytest.mark.slow
-def test_finished_runs_are_not_trained_again_unless_their_settings_differ(
-    compared: Compared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(
+    compared: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arguments, folder = compared
     asked: list[list[str]] = []
 
     def failing(jobs: Any, *args: Any) -> dict[str, str]:
@@ -74,28 +72,26 @@ def test_finished_runs_are_not_trained_again_unless_their_settings_differ(
         return {job["name"]: "exit code 1: too bad" for job in jobs}
 
     monkeypatch.setattr(comparison_run, "run_jobs", failing)
-    assert main(compared.arguments) == 0
+    assert main(arguments) == 0
     assert "2 of 2 runs are finished" in capsys.readouterr().out and asked == [[]]
 
-    assert main([*compared.arguments, "--bank_size=16"]) == 2
+    assert main([*arguments, "--bank_size=16"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert "contaccum_seed-3 was run with other settings: bank_size was 20, is 16" in error and "--overwrite" in error
+    assert "contaccum_seed-3 was run with other settings: bank_size was 20, is 16" in error and "--output_dir" in error
 
-    more = ["--seeds", "3", "4", "--methods", "grad_accum"]
-    assert main([*compared.arguments, *more]) == 1
+    assert main([*arguments, "--seeds", "3", "4", "--methods", "grad_accum"]) == 1
     assert "failed: grad_accum_seed-4: exit code 1: too bad" in capsys.readouterr().out
     assert asked[1:] == [["grad_accum_seed-4"]]
-    assert "too bad" in (compared.folder / "report.md").read_text()
+    assert "too bad" in (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--bank_sise", "3"], "did you mean 'bank_size'"),
-        (["--eval-queries", "0"], "must be at least 1"),
+        (["--eval_queries", "0"], "must be at least 1"),
         (["--eval_split", "train"], "train"),
         (["--eval_data"], "--eval_data"),
-        (["--jobs", "0"], "must be at least 1"),
         (["--train_data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--model", "https://me:secret@example.org/m"], "credential"),
     ],

@@ -1,24 +1,23 @@
-"""A tiny encoder, training pairs and a BEIR folder, made once."""
+"""Training pairs and a BEIR folder, made once."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from comparison_data import write_tiny_training
+from sample_texts import write_training_and_beir_data
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("comparison")
+    folder = tmp_path_factory.mktemp("comparison")
+    write_training_and_beir_data(folder, 43)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def tokens(place: Path, tiny_config: Any, tiny_tokenizer: Any) -> list[str]:
-    return write_tiny_training(place, tiny_config, tiny_tokenizer)
-
-
-@pytest.fixture(scope="session")
-def beir(place: Path, tokens: list[str]) -> str:
-    return str(place / "beir")
+def tokens(place: Path, tiny_model_path: str) -> list[str]:
+    """Options of a run that takes a second: 43 pairs, n=4, K=3, two epochs of 4 updates."""
+    settings = f"model={tiny_model_path} train_data={place / 'pairs.jsonl'} num_train_epochs=2 learning_rate=1e-3"
+    settings += " per_device_train_batch_size=4 gradient_accumulation_steps=3 bank_size=20 use_cpu=true"
+    return [f"--{setting}" for setting in settings.split()]

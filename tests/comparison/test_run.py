@@ -12,22 +12,18 @@ import psutil
 import pytest
 
 from contaccum.comparison.plan import make_plan, read_entries, read_options
-from contaccum.comparison.run import about_sets, differences, make_jobs, run_job, run_jobs
-from contaccum.errors import DataError
+from contaccum.comparison.run import _data_order, about_sets, make_jobs, run_job, run_jobs
 from contaccum.training.config import load_data
 from contaccum.training.trainer import ContAccumTrainer
 
 
-def jobs_of(tokens: list[str], beir: str, methods: list[str], folder: Path) -> list[dict[str, Any]]:
-    evaluation = {"data": [beir], "split": "test", "updates": 0, "before": False, "precision": "float32"}
-    evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
-    plan = make_plan(read_options([], tokens), read_entries(methods, []), {}, [3])
-    return make_jobs(plan, evaluation, about_sets(evaluation), folder)
-
-
 def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_each_update(
-    tokens: list[str], beir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokens: list[str], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    evaluation = {"data": [str(place / "beir")], "split": "test", "updates": None, "precision": "float32"}
+    evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
+    plan = make_plan(read_options([], tokens), read_entries(["in_batch", "contaccum"], []), {}, [3])
+    jobs = make_jobs(plan, evaluation, about_sets(evaluation), tmp_path)
     seen: list[set[bytes]] = []
     step = ContAccumTrainer.training_step
 
@@ -39,7 +35,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
 
     monkeypatch.setattr(ContAccumTrainer, "training_step", recording)
     results, updates = [], []
-    for job in jobs_of(tokens, beir, ["in_batch", "contaccum"], tmp_path):
+    for job in jobs:
         results.append(run_job(job))
         updates.append(seen.copy())
         seen.clear()
@@ -52,9 +48,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
     assert json.loads(json.dumps(results)) == results
 
 
-def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str], beir: str) -> None:
-    from contaccum.comparison.run import _data_order
-
+def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str]) -> None:
     def orders(*more: str) -> set[str]:
         plan = make_plan(read_options([], [*tokens, *more]), read_entries(["in_batch", "grad_accum"], []), {}, [0])
         data = load_data(*next(iter(plan.groups.values())).parsed[1:])
@@ -62,26 +56,8 @@ def test_batches_that_are_composed_by_their_size_are_another_order_of_data(token
 
     assert len(orders()) == 1
     assert len(orders("--batch_sampler=no_duplicates")) == 2
+    assert len(orders("--dataloader_drop_last=true")) == 2
     assert orders("--data_seed=7") != orders()
-
-
-def test_data_that_changed_meanwhile_is_refused(tokens: list[str], beir: str, tmp_path: Path) -> None:
-    (job,) = jobs_of(tokens, beir, ["grad_accum"], tmp_path)
-    job["identity"]["train_data"] = "0" * 64
-    with pytest.raises(DataError, match="has changed"):
-        run_job(job)
-
-
-def test_what_changed_between_two_runs_is_named() -> None:
-    before = {"arguments": {"bank_size": 8}, "train_data": "a" * 64, "evaluation": {"updates": 0}}
-    now = {"arguments": {"learning_rate": 1e-4}, "train_data": "b" * 64, "evaluation": {"updates": 5}}
-    assert differences(before, before) == []
-    assert differences(before, now) == [
-        "bank_size was 8, is default",
-        "learning_rate was default, is 0.0001",
-        "train_data was aaaaaaaa, is bbbbbbbb",
-        "updates was 0, is 5",
-    ]
 
 
 # Stands for contaccum.comparison.run: does what the job says.
@@ -96,8 +72,7 @@ if job["what"] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if job["what"] == "hang":
     os.read(0, 1)  # until the parent is gone
-if job["what"] == "ok":
-    (Path(job["folder"]) / "result.json").write_text(os.environ["OMP_NUM_THREADS"])
+(Path(job["folder"]) / "result.json").write_text(os.environ["OMP_NUM_THREADS"])
 """
 
 
@@ -115,19 +90,14 @@ def start(tmp_path: Path) -> Any:
 
 def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_once(start: Any, tmp_path: Path) -> None:
     lines: list[str] = []
-    failed = start(["fail", "ok", "killed", "nothing", "ok"], 2, lines.append)
-    assert failed == {
-        "0-fail": "exit code 1: no such thing",
-        "2-killed": "killed by SIGKILL (out of memory?): nothing on stderr",
-        "3-nothing": "ended without a result: nothing on stderr",
-    }
+    failed = start(["fail", "ok", "killed", "ok"], 2, lines.append)
+    assert failed == {"0-fail": "exit code 1: no such thing", "2-killed": "exit code -9: nothing on stderr"}
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert [(tmp_path / n / "result.json").read_text() for n in ("1", "4")] == [threads, threads]
+    assert [(tmp_path / n / "result.json").read_text() for n in ("1", "3")] == [threads, threads]
     running = [0]
     for line in lines:
         running.append(running[-1] + (1 if line.endswith(": started") else -1))
     assert (max(running), running[-1]) == (2, 0)
-    assert sum("FAILED" in line for line in lines) == 3
 
 
 def test_an_interrupt_leaves_no_process(start: Any) -> None:

@@ -86,7 +86,6 @@ TWO = {"train_data": ["a", "b"]}
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_strategy=steps without eval_data"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
         ({**EVALUATED, "eval_corpus_size": 0}, "eval_corpus_size must be at least 1"),
-        ({**EVALUATED, "eval_corpus_sample": "bm25"}, "eval_corpus_sample=bm25 without eval_corpus_size"),
         ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),
         (
             {**EVALUATED, "eval_data": "d", "eval_split": "train", "early_stopping_patience": 1},
