@@ -57,7 +57,7 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
             theirs.append(time.perf_counter() - started)
             print(f"turn {turn + 1}: ours {ours[-1]:.1f} s, sentence-transformers {theirs[-1]:.1f} s", flush=True)
         stored = EmbeddingStore.open(store)
-        difference = float(np.abs(stored.slice(0, len(stored)) - embeddings).max())
+        difference = float(np.abs(stored[:] - embeddings).max())
     result = {"documents": len(passages), "seconds": {"ours": ours, "sentence_transformers": theirs}}
     speedup = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
     return {**result, "difference": difference, "speedup": speedup}

@@ -111,7 +111,6 @@ def _data(about: Any, args: argparse.Namespace) -> tuple[list[Step], str, str, s
     folder = cache_folder("beir", name)
     mine = ["mine", "--method", "bm25", "--data", str(folder), "--output", str(train), "--num_negatives", "30"]
     mine += ["--cross_encoder", "cross-encoder/ms-marco-MiniLM-L6-v2", "--cross_encoder_margin", "3"]
-    mine += ["--on_too_few", "keep"]
     fetched = [Step(f"download {name}", ["download", name], folder / "corpus.jsonl")]
     mined = Step(f"mine {name}", mine, train.with_suffix(".done"))
     return [*fetched, mined], str(train), str(folder), str(folder)

@@ -7,45 +7,45 @@ from dataclasses import fields
 from typing import Any
 
 from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
+from contaccum.errors import ConfigError
 from contaccum.files import git_commit, package_versions
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """`contaccum mine [MODEL] --data DATA --output OUT`; returns 0.
-
-    Raises `UserError` for every mistake in the arguments, the data or the models; nothing is written then.
-    """
+    """Returns 0; raises `UserError` for every mistake in the arguments, the data or the models, and writes nothing."""
     args = _parser().parse(argv)
+    if (args.model is None) != (args.method == "bm25"):
+        raise ConfigError("method dense needs a MODEL, and bm25 uses none: leave it out")
     from contaccum import mining
     from contaccum.data import parse_columns
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_contract
 
     given = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     rules: Any = {name: value for name, value in given.items() if value is not None}
-    mining.SelectionRules(**rules).check(args.method, args.model is not None, args.cross_encoder is not None)
-    mining.check_output(args.output, args.output_format, args.overwrite, (args.data, args.corpus))
+    mining.SelectionRules(**rules).check(args.cross_encoder is not None)
+    mining.check_output(args.output, args.output_format)
 
     settings: Any = {name: getattr(args, name) for name in ("data_format", "split", "on_bad_record")}
     data = mining.load_mining_data(args.data, args.corpus, columns=parse_columns(args.data_columns), **settings)
     print(f"{args.data}: {data.record['records']}", flush=True)
-    model = cross_encoder = None
-    record: dict[str, Any] = {"model": None, "versions": package_versions(), "git_commit": git_commit()}
-    if args.model is not None:
-        model = load_model(args.model, args)
-        record["model"] = {"name": args.model, "fingerprint": model_fingerprint(model)}
-        record["tokenisation"] = tokenisation_contract(model)
-    if args.cross_encoder is not None:
-        cross_encoder = mining.load_cross_encoder(args.cross_encoder, args.device, args.trust_remote_code)
-        record["cross_encoder"] = {"name": args.cross_encoder, "fingerprint": model_fingerprint(cross_encoder)}
-    names = ("method", "similarity", "index", "index_parameters", "batch_size", "bm25_k1", "bm25_b")
-    search: Any = {name: getattr(args, name) for name in names} | {"autocast_dtype": autocast_dtype(args)}
-    search |= {"cross_encoder": cross_encoder, "show_progress": not args.no_progress}
-    mined = mining.mine_hard_negatives(data, model, **search, **rules)
-    written = mining.write_mined(mined, args.output, args.output_format, args.on_too_few, record, args.overwrite)
-    counts = mined.record(args.on_too_few)
-    print(*(f"{number} candidates dropped by {rule}" for rule, number in mined.dropped.items()), sep="\n")
-    few = f"{counts['queries_with_too_few']} of {counts['queries']} queries have fewer than {args.num_negatives}"
-    print(f"{few} negatives ({'left out' if args.on_too_few == 'drop' else 'written too'})")
+    model = load_model(args.model, args) if args.model else None
+    cross_encoder = args.cross_encoder
+    if cross_encoder is not None:
+        cross_encoder = mining.load_cross_encoder(cross_encoder, args.device, args.trust_remote_code)
+    record = {
+        "model": {"name": args.model, "fingerprint": model_fingerprint(model)},
+        "tokenisation": tokenisation_contract(model),
+        "cross_encoder": {"name": args.cross_encoder, "fingerprint": model_fingerprint(cross_encoder)},
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+    }
+    search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size")}
+    search |= {"autocast_dtype": autocast_dtype(args), "show_progress": not args.no_progress}
+    mined = mining.mine_hard_negatives(data, model, cross_encoder=cross_encoder, **search, **rules)
+    written = mining.write_mined(mined, args.output, args.output_format, record)
+    counts = mined.record()
+    few = f"{counts['queries_with_too_few']} of {counts['queries']} queries"
+    print(f"{few} have fewer than {args.num_negatives} negatives")
     print("written:", *written)
     return 0
 
@@ -62,8 +62,6 @@ def _parser() -> Parser:
     add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
     add("--split", default="train", help="the qrels split of a BEIR folder")
     add("--output_format", choices=("pairs", "dpr", "tevatron", "ntuples"), default="pairs")
-    add("--overwrite", action="store_true", help="replace an output that is there")
-    add("--on_too_few", choices=("drop", "keep"), default="drop", help="queries with fewer than --num_negatives")
     add("--num_negatives", type=positive, default=3, metavar="N", help="negatives per query")
     add("--range_min", type=int, default=0, metavar="RANK", help="skip this many of the closest")
     add("--range_max", type=int, metavar="RANK", help="consider no candidate beyond this rank")
@@ -76,8 +74,6 @@ def _parser() -> Parser:
     add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder")
     add("--cross_encoder_margin", type=float, metavar="X", help="keep those this far below the positive; default: 3.0")
     add("--method", choices=("dense", "bm25"), default="dense")
-    add("--bm25_k1", type=float, default=0.9, metavar="X")
-    add("--bm25_b", type=float, default=0.4, metavar="X")
-    parser.add_shared("index", "index_parameters", "similarity", "precision", "batch_size", "query_max_length")
-    parser.add_shared("passage_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+    parser.add_shared("similarity", "precision", "batch_size", "query_max_length", "passage_max_length")
+    parser.add_shared("on_bad_record", "device", "no_progress", "trust_remote_code")
     return parser

@@ -7,7 +7,6 @@ What cannot work is refused before a query is encoded. Nothing is scored here: t
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,15 +14,11 @@ from typing import Any
 
 from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
 from contaccum.errors import ConfigError, DataError
-from contaccum.files import git_commit, package_versions, redact, require_writable, write_json, write_text
+from contaccum.files import git_commit, package_versions, require_writable, write_json, write_text
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """`contaccum search [MODEL] --store FOLDER --queries QUERIES --output run.trec`; returns 0.
-
-    Writes the run and, beside it, run.json. Raises `UserError` for every mistake in the arguments, the data, the model,
-    the store or the index file.
-    """
+    """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model, the store or the index."""
     args = _parse(argv)
     from contaccum.retrieval.index import build_index, check_factory, open_index, recall_against_exact, search
     from contaccum.retrieval.store import EmbeddingStore
@@ -32,7 +27,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     require_writable(record_path)
     store = EmbeddingStore.open(args.store)
     metric = args.similarity or store.similarity
-    check_factory(args.index, store.dim, len(store), metric, args.index_parameters)
+    check_factory(args.index, store.shape[1], len(store), metric, args.index_parameters)
     ids, queries = _queries(args, store)
 
     started = time.perf_counter()
@@ -45,15 +40,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - ready
     recall = recall_against_exact(index, queries, rows)
 
-    tag = re.sub(r"\s+", "_", Path(redact(str(args.model or args.queries))).name) or "contaccum"
-    write_text(args.output, _lines(ids, store, scores, rows, tag))
+    write_text(args.output, _lines(ids, store, scores, rows))
     about = {"index": index.factory, "index_parameters": index.parameters, "k": rows.shape[1], "gpus": index.gpus}
-    about |= {"index_file": args.index_file and str(args.index_file), "recall": recall}
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
         "model": {"name": str(args.model or store.about.get("model_name")), "similarity": metric},
         "queries": {"path": str(args.queries), "count": len(ids)},
-        "search": about,
+        "search": about | {"index_file": args.index_file and str(args.index_file), "recall": recall},
         "timing": {"index_seconds": ready - started, "search_seconds": seconds},
         "versions": package_versions(),
         "git_commit": git_commit(),
@@ -68,20 +61,21 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     """Ids and embeddings (n, d) of queries from their own store, or encoded now; of the store's own model alone."""
-    from contaccum.data import RecordReport
+    from contaccum.data import RecordReport, load_beir_folder
     from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
     from contaccum.retrieval.store import ABOUT, EmbeddingStore
 
     if (args.queries / ABOUT).is_file():
-        if args.model:
-            raise ConfigError(f"{args.queries}: a store of encoded queries: leave the MODEL out")
         encoded = EmbeddingStore.open(args.queries)
         _check_model(args, store, encoded.about["model"], encoded.about["kind"])
-        return encoded.ids(range(len(encoded))), encoded.slice(0, len(encoded))
+        return encoded.ids(range(len(encoded))), encoded[:]
     if args.model is None:
         raise ConfigError("name a MODEL to encode the queries with, or give a store of encoded queries to --queries")
     report = RecordReport(args.on_bad_record)
-    texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
+    if args.split:
+        texts = load_beir_folder(args.queries, args.split, report=report).queries
+    else:
+        texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
     report.refuse_if_nothing_left(args.queries, len(texts), "queries")
     print(report.summary())
     model = load_model(args.model, args)
@@ -94,18 +88,16 @@ def _check_model(args: argparse.Namespace, store: Any, model: str | None, kind: 
     if (store.about["kind"], kind) != ("document", "query"):
         raise DataError(f"{args.store}: of {store.about['kind']}s, {args.queries}: of {kind}s (see encode --kind)")
     if model != store.about["model"]:
-        raise DataError(
-            f"{store.folder}: was encoded by another model than {args.model or args.queries} "
-            f"({store.about.get('model_name')}): their embeddings cannot be compared (use that model, or encode again)"
-        )
+        name = store.about.get("model_name")
+        raise DataError(f"{args.store}: was encoded by another model, {name}: use that one, or encode again")
 
 
-def _lines(queries: list[str], store: Any, scores: Any, rows: Any, tag: str) -> Iterator[str]:
+def _lines(queries: list[str], store: Any, scores: Any, rows: Any) -> Iterator[str]:
     from contaccum.evaluation.results import trec_lines
 
     for query, of_query, hits in zip(queries, rows, scores, strict=True):
         found = store.ids(of_query[of_query >= 0])
-        yield from trec_lines({query: dict(zip(found, hits.tolist(), strict=False))}, tag)
+        yield from trec_lines({query: dict(zip(found, hits.tolist(), strict=False))}, "contaccum")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -115,6 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--store", type=Path, required=True, metavar="FOLDER", help="documents that contaccum encode wrote")
     forms = "jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries"
     add("--queries", type=Path, required=True, metavar="PATH", help=forms)
+    add("--split", help="of a BEIR folder the queries that this split judges, not all")
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help="and RUN.json beside it")
     add("--top_k", type=positive, default=100, metavar="K", help="documents per query")
     parser.add_shared("index", "index_parameters")

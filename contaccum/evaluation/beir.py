@@ -104,7 +104,7 @@ def search(
     searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
     run = searcher.search(corpus, queries, k, about["model"]["similarity"])
     found: Any = searcher.last_index
-    about["model"] |= {"name": model_name, "dimension": found.dimension}
+    about["model"] |= {"name": model_name, "dimension": found.corpus.shape[1]}
     about["search"] |= {"gpus": found.gpus, **({"recall": searcher.recall} if searcher.recall else {})}
     return run, {**about, "timing": searcher.timing}
 

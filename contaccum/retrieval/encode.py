@@ -1,8 +1,7 @@
-"""Texts to embeddings, and what identifies the model that made them.
+"""Texts to embeddings by sentence-transformers, and what identifies the model that made them.
 
-sentence-transformers does the encoding (prompts, task, route, truncation, sorting by length); equal texts are encoded
-once, NaN is refused, and the model keeps the mode that it was in. Nothing is normalised and nothing is written here:
-that is the business of `index` and `store`.
+Equal texts are encoded once, NaN is refused, and the model keeps the mode that it was in. Nothing is normalised and
+nothing is written here: that is the business of `index` and `store`.
 """
 
 from __future__ import annotations
@@ -17,27 +16,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from contaccum.data import Passage, RecordReport, load_questions, passage_text, read_passages
 from contaccum.data.beir import beir_file
-from contaccum.errors import ConfigError, DataError, UserError, check_choice
+from contaccum.errors import DataError, UserError, check_choice
 
 Kind = Literal["query", "document"]
 Metric = Literal["cos", "dot"]
 
-AUTOCAST_DTYPES = (None, "bfloat16", "float16")
-
 # BEIR's names, and those of sentence-transformers, for the two similarities that an inner product can rank by.
 _METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", "dot": "dot"}
-
-# A larger batch gains nothing on a CPU and falls out of its cache: 200 SciFact abstracts by MiniLM on one core take
-# 16.4 s at 32 texts a batch, 14.4 s at 8 and 14.2 s at 4 (packing by tokens took 13.6 s); short texts do not mind.
+# A larger batch falls out of a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s at 32 texts, 14.4 s
+# at 8 and 14.2 s at 4.
 _CPU_BATCH = 8
-_PROMPT_NAMES: dict[str, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 _IDS_AT_A_TIME = 2**16
-
-
-# Texts ---------------------------------------------------------------------------------------------------------------
 
 
 def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
@@ -52,7 +45,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         path = beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
         questions = load_questions(path, report.on_bad_record)
-        report.restore(questions.report.to_dict())
+        report.restore(vars(questions.report))
         yield from (Passage(name, "", text) for name, text in questions.texts.items())
         return
     known: np.ndarray = np.empty(0, dtype=np.uint64)
@@ -63,12 +56,9 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         known = np.sort(np.concatenate([known, hashes]), kind="stable")  # merges runs, in linear time
         again = known[1:][known[1:] == known[:-1]]
         if len(again):
-            name = [passage.id for passage, found in zip(block, np.isin(hashes, again), strict=True) if found][-1]
-            raise DataError(f"{path}: id {name[:60]!r} occurs again (keep one record for each id)")
+            last = np.flatnonzero(np.isin(hashes, again))[-1]
+            raise DataError(f"{path}: id {block[last].id[:60]!r} occurs again (keep one record for each id)")
         yield from block
-
-
-# Embeddings ----------------------------------------------------------------------------------------------------------
 
 
 def encode_texts(
@@ -79,10 +69,9 @@ def encode_texts(
     autocast_dtype: str | None = None,
     show_progress: bool = False,
 ) -> np.ndarray:
-    """Embed k texts with a SentenceTransformer, as queries or as documents: float32 (k, d), rows in the given order.
+    """Embed k texts with a SentenceTransformer by `encode_query` or `encode_document`: float32 (k, d).
 
-    What `model.encode_query(texts)` or `model.encode_document(texts)` gives. Equal texts have equal embeddings to the
-    last bit. On a CPU a batch holds at most 8 texts, which is faster.
+    Equal texts have equal embeddings to the last bit. On a CPU a batch holds at most 8 texts, which is faster.
 
     Args:
         autocast_dtype: None, "bfloat16" or "float16".
@@ -93,18 +82,16 @@ def encode_texts(
     """
     if not len(texts):
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
-
     unique = list(dict.fromkeys(texts))
     encode = model.encode_query if kind == "query" else model.encode_document
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
     was_training = model.training
     try:
-        with _autocast(model, autocast_dtype):
-            embeddings = _as_float32(encode(unique, batch_size=size, show_progress_bar=show_progress))
+        with _autocast(model.device.type, autocast_dtype):
+            embeddings = np.asarray(encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32)
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
         model.train(was_training)
-
     finite = np.isfinite(embeddings).all(axis=1)
     if not finite.all():
         mend = " (try it without autocast)" if autocast_dtype else ""
@@ -115,31 +102,39 @@ def encode_texts(
     return embeddings[[place[text] for text in texts]]
 
 
-def encode_queries(
-    model: Any,
-    queries: Sequence[str],
-    batch_size: int = 32,
-    autocast_dtype: str | None = None,
-    show_progress: bool = False,
-) -> np.ndarray:
-    """Queries to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_queries`)."""
+def encode_queries(model: Any, queries: Sequence[str], **settings: Any) -> np.ndarray:
+    """Queries to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_queries`).
+
+    Args:
+        settings: `batch_size`, `autocast_dtype` and `show_progress` of `encode_texts`.
+    """
     if hasattr(model, "encode_query"):
-        return encode_texts(model, queries, "query", batch_size, autocast_dtype, show_progress)
-    return _encode_as_beir(model, model.encode_queries, queries, batch_size, autocast_dtype, show_progress)
+        return encode_texts(model, queries, "query", **settings)
+    return _encode_as_beir(model.encode_queries, queries, **settings)
 
 
-def encode_corpus(
-    model: Any,
-    documents: Sequence[Mapping[str, str]],
-    batch_size: int = 32,
-    autocast_dtype: str | None = None,
-    show_progress: bool = False,
-) -> np.ndarray:
-    """Documents to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_corpus`)."""
+def encode_corpus(model: Any, documents: Sequence[Mapping[str, str]], **settings: Any) -> np.ndarray:
+    """Documents {"title", "text"} to float32 (k, d); see `encode_queries`."""
     if hasattr(model, "encode_document"):
         texts = [passage_text(document.get("title") or "", document["text"]) for document in documents]
-        return encode_texts(model, texts, "document", batch_size, autocast_dtype, show_progress)
-    return _encode_as_beir(model, model.encode_corpus, documents, batch_size, autocast_dtype, show_progress)
+        return encode_texts(model, texts, "document", **settings)
+    return _encode_as_beir(model.encode_corpus, documents, **settings)
+
+
+def _encode_as_beir(
+    encode: Any, items: Any, batch_size: int = 32, autocast_dtype: str | None = None, show_progress: bool = False
+) -> np.ndarray:
+    with _autocast("cuda" if torch.cuda.is_available() else "cpu", autocast_dtype):
+        found = encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
+    # Some answer with a list of tensors all the same.
+    found = torch.stack(list(found)) if isinstance(found, (list, tuple)) else torch.as_tensor(found)
+    return found.detach().float().cpu().numpy()
+
+
+def _autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:
+    """Autocast to a type, or, for None, what is in force already: a trainer's own autocast stays."""
+    check_choice("autocast_dtype", dtype, (None, "bfloat16", "float16"))
+    return nullcontext() if dtype is None else torch.autocast(device, getattr(torch, dtype))
 
 
 # What identifies them ------------------------------------------------------------------------------------------------
@@ -152,23 +147,15 @@ def metric_of(model: Any, score_function: str | None = None) -> Metric:
         ConfigError: another similarity than cosine and dot product.
     """
     name = score_function or getattr(model, "similarity_fn_name", None) or "cosine"
-    if name not in _METRICS:
-        whose = "the model compares by" if score_function is None else "score function"
-        raise ConfigError(f"{whose} {name!r}, and an index ranks by 'cos_sim' or 'dot': choose one of the two")
+    check_choice("the similarity", name, _METRICS)
     return _METRICS[name]
 
 
 def encoding_identity(model: Any, kind: Kind, precision: str, dtype: str, shard_size: int) -> dict[str, Any]:
     """The `identity` of `StoreWriter`: what decides embeddings besides the texts; takes a pass over the weights."""
-    return {
-        "kind": kind,
-        "model": model_fingerprint(model),
-        "similarity": metric_of(model),
-        "tokenisation": {**(tokenisation_contract(model) or {}), "fingerprint": tokenizer_fingerprint(model, kind)},
-        "precision": precision,
-        "dtype": dtype,
-        "shard_size": shard_size,
-    }
+    about = {"kind": kind, "model": model_fingerprint(model), "similarity": metric_of(model)}
+    tokenisation = {**(tokenisation_contract(model) or {}), "fingerprint": tokenizer_fingerprint(model, kind)}
+    return about | {"tokenisation": tokenisation, "precision": precision, "dtype": dtype, "shard_size": shard_size}
 
 
 def model_fingerprint(model: Any) -> str | None:
@@ -177,8 +164,6 @@ def model_fingerprint(model: Any) -> str | None:
     The same whether the model was just trained, or saved and loaded again, in whatever file format. None for an
     object without a `state_dict`.
     """
-    import torch
-
     if not isinstance(model, torch.nn.Module):
         return None
     digest = hashlib.sha256()
@@ -198,13 +183,22 @@ def tokenisation_contract(model: Any) -> dict[str, Any] | None:
 
     if not hasattr(model, "encode_document"):
         return None
+
+    def max_length(module: Any, kind: Kind) -> int | None:
+        length = getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
+        return None if length is None or math.isinf(length) else length  # static embeddings say infinity
+
+    def prompt(*names: str) -> str:
+        """What encode_query or encode_document would choose."""
+        return next((model.prompts[name] for name in (*names, model.default_prompt_name) if name in model.prompts), "")
+
     query, document = (list(tower(model, kind).children()) for kind in ("query", "document"))
     tokenizer = getattr(document[0], "tokenizer", None)
     return {
-        "query_max_length": _max_length(query[0], "query"),
-        "document_max_length": _max_length(document[0], "document"),
-        "query_prompt": _prompt_for(model, "query") or "",
-        "document_prompt": _prompt_for(model, "document") or "",
+        "query_max_length": max_length(query[0], "query"),
+        "document_max_length": max_length(document[0], "document"),
+        "query_prompt": prompt("query"),
+        "document_prompt": prompt("document", "passage", "corpus"),
         "title_separator": " ",
         "tokenizer": type(tokenizer).__name__ if tokenizer is not None else None,
         "pooling": next((m.pooling_mode for m in document if hasattr(m, "pooling_mode")), None),
@@ -222,52 +216,7 @@ def tokenizer_fingerprint(model: Any, kind: Kind) -> str | None:
 
     tokenizer = getattr(next(tower(model, kind).children()), "tokenizer", None)
     fast: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if hasattr(fast, "to_str"):
-        content = {**json.loads(fast.to_str()), "padding": None, "truncation": None}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return None
-
-
-# Details -------------------------------------------------------------------------------------------------------------
-
-
-def _max_length(module: Any, kind: Kind) -> int | None:
-    length = getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
-    # Static embeddings say infinity, which JSON does not have.
-    return None if length is None or math.isinf(length) else length
-
-
-def _prompt_for(model: Any, kind: Kind) -> str | None:
-    """The prompt that `encode_query` or `encode_document` would choose, None for none."""
-    for name in _PROMPT_NAMES[kind]:
-        if name in model.prompts:
-            return model.prompts[name]
-    return model.prompts.get(model.default_prompt_name) if model.default_prompt_name is not None else None
-
-
-def _autocast(model: Any, autocast_dtype: str | None) -> AbstractContextManager[Any]:
-    check_choice("autocast_dtype", autocast_dtype, AUTOCAST_DTYPES)
-    if autocast_dtype is None:
-        return nullcontext()
-    import torch
-
-    device = getattr(model, "device", None) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.autocast(device.type, dtype=getattr(torch, autocast_dtype))
-
-
-def _encode_as_beir(
-    model: Any, encode: Any, items: Sequence[Any], batch_size: int, autocast_dtype: str | None, show_progress: bool
-) -> np.ndarray:
-    import torch
-
-    with _autocast(model, autocast_dtype):
-        found = encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
-    # Some answer with a list of tensors all the same.
-    return _as_float32(torch.stack(list(found)) if isinstance(found, (list, tuple)) else found)
-
-
-def _as_float32(embeddings: Any) -> np.ndarray:
-    """A C-contiguous float32 array (k, d), from an array or a tensor on any device."""
-    if hasattr(embeddings, "detach"):
-        embeddings = embeddings.detach().float().cpu().numpy()
-    return np.ascontiguousarray(embeddings, dtype=np.float32)
+    if not hasattr(fast, "to_str"):
+        return None
+    content = {**json.loads(fast.to_str()), "padding": None, "truncation": None}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

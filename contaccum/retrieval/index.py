@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -34,62 +34,29 @@ _FEWEST_QUERIES, _MOST_QUERIES = 64, 4096
 # To train on: FAISS asks for 39 points per centroid; 2**16 rows are enough for what has centroids of its own.
 _POINTS_PER_CENTROID, _LEAST_ROWS = 64, 2**16
 
-
-class ArrayRows:
-    """An array (N, d) to be searched like a store; held without a copy. Without `ids`, row numbers are the ids."""
-
-    def __init__(self, embeddings: np.ndarray, ids: Sequence[str] | None = None) -> None:
-        if embeddings.ndim != 2 or not len(embeddings):
-            raise ConfigError(f"an index needs embeddings of shape (n, d) with n > 0, not {embeddings.shape}")
-        self.embeddings, self._ids, self.dim = embeddings, ids, embeddings.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.embeddings)
-
-    def slice(self, start: int, stop: int) -> np.ndarray:
-        return np.asarray(self.embeddings[start:stop], dtype=np.float32)
-
-    def take(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.embeddings[rows], dtype=np.float32)
-
-    def ids(self, rows: np.ndarray) -> list[Any]:
-        return rows.tolist() if self._ids is None else [self._ids[row] for row in rows.tolist()]
-
-
-Rows = ArrayRows | EmbeddingStore
+_Hits = tuple[np.ndarray, np.ndarray]  # scores and rows
 
 
 @dataclass
 class DenseIndex:
-    """What `build_index` returns.
+    """What `build_index` returns: embeddings (N, d), what gives the ids of rows, and how they are searched.
 
-    Attributes:
-        corpus: the embeddings.
-        faiss_index: None where the embeddings themselves are searched ("Flat").
-        gpus: how many GPUs search; 0 for the CPU.
+    `faiss_index` is None where the embeddings themselves are searched, exactly ("Flat"), by `gpus` GPUs or the CPU.
     """
 
-    corpus: Rows
-    faiss_index: Any
+    corpus: np.ndarray | EmbeddingStore
+    ids: Callable[[np.ndarray], Any]
     factory: str
     metric: Metric
-    parameters: str | None = None
+    parameters: str | None
+    faiss_index: Any = None
     gpus: int = 0
-
-    @property
-    def dimension(self) -> int:
-        return self.corpus.dim
-
-    @property
-    def is_exact(self) -> bool:
-        return self.faiss_index is None
 
 
 def build_index(
-    embeddings: np.ndarray | Rows,
+    embeddings: np.ndarray | EmbeddingStore,
     factory: str = "Flat",
     metric: Metric = "cos",
-    use_gpu: bool | Literal["auto"] = "auto",
     ids: Sequence[str] | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
@@ -97,36 +64,40 @@ def build_index(
 
     Args:
         embeddings: an array (N, d), or a store. "Flat" copies nothing: leave an array as it is while the index is used.
-        factory: "Flat" is exact; "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" trade that for speed or room.
+        factory: "Flat" is exact, on all GPUs that FAISS sees, if it sees any; "HNSW32", "IVF1024,Flat", "SQ8",
+            "OPQ16_64,IVF256,PQ16" trade that for speed or room, on the CPU.
         metric: "cos" (copies are normalised, the caller's array is left alone) or "dot".
-        use_gpu: let "Flat" search on all GPUs that FAISS sees, if it sees any; other indexes search on the CPU.
         ids: N document ids of an array; equal scores are ordered by them, ascending. Without, by row.
-        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". An IVF index without any probes an
-            eighth of its lists: FAISS's own default of one list finds too little to be of use.
+        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: `default_parameters`.
 
     Raises:
-        ConfigError: the factory string is wrong or cannot hold d dimensions or an inner product, or there are too few
-            vectors to train it.
+        ConfigError: see `check_factory`.
         UserError: an embedding is NaN or infinite ("Flat" finds that out when it searches).
     """
     import faiss
 
-    corpus = ArrayRows(embeddings, ids) if isinstance(embeddings, np.ndarray) else embeddings
-    index = check_factory(factory, corpus.dim, len(corpus), metric, parameters)
+    n, dimension = embeddings.shape
+    index = check_factory(factory, dimension, n, metric, parameters)
+    if isinstance(embeddings, EmbeddingStore):
+        of_rows: Any = embeddings.ids
+    else:
+        of_rows = np.asarray if ids is None else np.array(ids, dtype=object).__getitem__
+    built = DenseIndex(embeddings, of_rows, factory, metric, parameters or default_parameters(index))
     if factory == "Flat":
-        return DenseIndex(corpus, None, factory, metric, parameters, faiss.get_num_gpus() if use_gpu else 0)
+        built.gpus = faiss.get_num_gpus()
+        return built
+    built.faiss_index = index
     try:
         if not index.is_trained:
-            most = min(max(_POINTS_PER_CENTROID * _inverted_lists(index), _LEAST_ROWS), len(corpus))
-            sample = np.sort(np.random.default_rng(0).choice(len(corpus), most, replace=False))
-            index.train(prepared(corpus.take(sample), metric, "document embedding"))
-        size = max(1, SLICE_BYTES // (4 * corpus.dim))
-        for start in range(0, len(corpus), size):
-            rows = corpus.slice(start, min(start + size, len(corpus)))
-            index.add(prepared(rows, metric, "document embedding", start))
+            most = min(max(_POINTS_PER_CENTROID * _inverted_lists(index), _LEAST_ROWS), n)
+            sample = np.sort(np.random.default_rng(0).choice(n, most, replace=False))
+            index.train(prepared(embeddings[sample], metric, "document embedding"))
+        size = max(1, SLICE_BYTES // (4 * dimension))
+        for start in range(0, n, size):
+            index.add(prepared(embeddings[start : start + size], metric, "document embedding", start))
     except RuntimeError as error:
-        raise ConfigError(f"FAISS cannot build index {factory!r} on {len(corpus)} vectors: {_reason(error)}") from error
-    return DenseIndex(corpus, index, factory, metric, _set_parameters(index, factory, parameters))
+        raise ConfigError(f"FAISS cannot build index {factory!r} on {n} vectors: {_reason(error)}") from error
+    return built
 
 
 def open_index(
@@ -145,13 +116,11 @@ def open_index(
     path, described = Path(path), Path(f"{path}.json")
     about = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     mend = "name another file, or remove it to build it anew"
-    if not described.exists():
-        if path.exists():
-            raise DataError(f"{path}: there is no {described.name} beside it that says of what it is ({mend})")
+    if not path.exists():
         index = build_index(store, factory, metric, parameters=parameters)
+        write_json(described, about | {"store": str(store.folder), "faiss": faiss.__version__})
         with atomic_file(path) as part:
             faiss.write_index(index.faiss_index, str(part))
-        write_json(described, about | {"store": str(store.folder), "faiss": faiss.__version__})
         return index
     there = read_json(described)
     for name, wanted in about.items():
@@ -161,52 +130,43 @@ def open_index(
         found = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise DataError(f"{path}: cannot be read: {_reason(error)} ({mend})") from error
-    return DenseIndex(store, found, factory, metric, _set_parameters(found, factory, parameters))
+    _set_parameters(found, factory, parameters)
+    return DenseIndex(store, store.ids, factory, metric, parameters or default_parameters(found), found)
 
 
-def search(
-    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def search(index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False) -> _Hits:
     """The k best documents of each query (n, d): scores float32 and rows int64, both (n, min(k, N)).
 
     Ordered by score, descending, then by id, ascending. An approximate index may find fewer; the rest of a line is then
-    row -1 with score -inf.
+    row -1 with score -inf. Of a corpus that is searched exactly, memory holds a slice.
 
     Raises:
         UserError: NaN or infinite vectors.
     """
-    if index.is_exact:
-        return exact_search(index.corpus, queries, k, index.metric, index.gpus > 0, show_progress)
-    scores, rows = index.faiss_index.search(
-        prepared(queries, index.metric, "query embedding"), min(k, len(index.corpus))
-    )
-    return _ordered(scores, rows, index.corpus.ids)
+    k = min(k, len(index.corpus))
+    queries = prepared(queries, index.metric, "query embedding")
+    if index.faiss_index is None:
+        scores, rows = _search_slices(index, queries, min(k + _MARGIN, len(index.corpus)), show_progress)
+    else:
+        scores, rows = index.faiss_index.search(queries, k)
+    scores[rows < 0] = -np.inf
+    # Lines are sorted by score: what is left is to bring equal ones into the order of ids.
+    equal = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
+    for line in np.flatnonzero(equal.any(axis=1)).tolist():
+        tied = np.flatnonzero(np.r_[equal[line], False] | np.r_[False, equal[line]])
+        keys = list(zip((-scores[line, tied]).tolist(), index.ids(rows[line, tied]), strict=True))
+        rows[line, tied] = rows[line, tied[sorted(range(len(keys)), key=keys.__getitem__)]]
+    return scores[:, :k], rows[:, :k]
 
 
-def exact_search(
-    corpus: Rows,
-    queries: np.ndarray,
-    k: int,
-    metric: Metric = "cos",
-    on_gpus: bool = False,
-    show_progress: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The k best rows of each query (n, d) and their scores, as `search` returns them; memory holds a slice of rows.
-
-    Args:
-        on_gpus: search slices on all GPUs, unless k is beyond FAISS's bound there.
-
-    Raises:
-        UserError: NaN or infinity in a query or a document.
-    """
+def _search_slices(index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool) -> _Hits:
+    """Exact search, equal scores in any order."""
     import faiss
     from tqdm.auto import trange
 
-    queries, k = prepared(queries, metric, "query embedding"), min(k, len(corpus))
-    held = min(k + _MARGIN, len(corpus))
-    on_gpus = on_gpus and held <= _GPU_MAX_K
-    scores = np.full((len(queries), held), -np.inf, dtype=np.float32)
-    rows = np.full((len(queries), held), -1, dtype=np.int64)
+    (n, dimension), on_gpus = index.corpus.shape, index.gpus > 0 and k <= _GPU_MAX_K
+    scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
+    rows = np.full((len(queries), k), -1, dtype=np.int64)
 
     # Threads that share a block of FAISS's wait for each other at each: a group of queries for each takes half the CPU
     # time, and on a busy machine a fraction of the wall time.
@@ -215,22 +175,35 @@ def exact_search(
     count = max(groups, -(-len(queries) // _MOST_QUERIES))
     parts = list(zip(*(np.array_split(array, count) for array in (queries, scores, rows)), strict=True))
 
-    size = min(max(1, SLICE_BYTES // (4 * corpus.dim)), len(corpus))
+    size = min(max(1, SLICE_BYTES // (4 * dimension)), n)
     # Fresh memory for every slice would cost more than what is written to it.
-    buffer = np.empty((size, corpus.dim), dtype=np.float32) if metric == "cos" else None
+    buffer = np.empty((size, dimension), dtype=np.float32) if index.metric == "cos" else None
     # FAISS takes products one by one below 128,000 numbers of queries, at a fifteenth of the speed.
-    before, faiss.cvar.distance_compute_blas_threshold = faiss.cvar.distance_compute_blas_threshold, 8 * corpus.dim
+    before, faiss.cvar.distance_compute_blas_threshold = faiss.cvar.distance_compute_blas_threshold, 8 * dimension
     try:
         with ThreadPoolExecutor(groups, initializer=faiss.omp_set_num_threads, initargs=(threads // groups,)) as pool:
-            for start in trange(0, len(corpus), size, desc="Searching", disable=not show_progress):
-                rows_of_slice = corpus.slice(start, min(start + size, len(corpus)))
-                documents = prepared(rows_of_slice, metric, "document embedding", start, buffer)
-                merge = partial(_merge, _searcher(documents, on_gpus), start, min(held, len(documents)))
-                list(pool.map(merge, parts))
+            for start in trange(0, n, size, desc="Searching", disable=not show_progress):
+                documents = index.corpus[start : start + size]
+                documents = prepared(documents, index.metric, "document embedding", start, buffer)
+                find: Any = partial(faiss.knn, xb=documents, metric=faiss.METRIC_INNER_PRODUCT)
+                if on_gpus:
+                    flat = faiss.IndexFlatIP(dimension)
+                    flat.add(documents)
+                    find = faiss.index_cpu_to_all_gpus(flat).search
+                list(pool.map(partial(_merge, find, start, min(k, len(documents))), parts))
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
-    scores, rows = _ordered(scores, rows, corpus.ids)
-    return scores[:, :k], rows[:, :k]
+    return scores, rows
+
+
+def _merge(find: Callable[..., Any], start: int, k: int, part: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """Take what the slice from row `start` has for some queries into their results so far, in place."""
+    queries, scores, rows = part
+    found, places = find(queries, k=k)
+    both, both_rows = np.concatenate([scores, found], axis=1), np.concatenate([rows, places + start], axis=1)
+    # Both halves are sorted, and this merges them.
+    best = np.argsort(-both, axis=1, kind="stable")[:, : scores.shape[1]]
+    scores[:], rows[:] = np.take_along_axis(both, best, axis=1), np.take_along_axis(both_rows, best, axis=1)
 
 
 def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarray) -> dict[str, Any] | None:
@@ -239,21 +212,20 @@ def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarra
     Args:
         queries, rows: all queries (n, d) and the rows (n, k) found for them. A hundred, spread evenly, are compared.
     """
-    if index.is_exact or not len(queries):
+    if index.faiss_index is None or not len(queries):
         return None
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
-    _, exact = exact_search(index.corpus, queries[sample], rows.shape[1], index.metric)
+    _, exact = search(build_index(index.corpus, metric=index.metric), queries[sample], rows.shape[1])
     hits = [np.isin(line, found).mean() for line, found in zip(exact, rows[sample], strict=True)]
     return {"queries": len(sample), f"recall@{rows.shape[1]}": float(np.mean(hits))}
 
 
-# What can work -------------------------------------------------------------------------------------------------------
-
-
 def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", parameters: str | None = None) -> Any:
-    """An empty FAISS index for n vectors of that dimension; raises `ConfigError` when it cannot work.
+    """An empty FAISS index for n vectors of that dimension. Cheap: a mistake is found before a corpus is encoded.
 
-    Cheap, so that a mistake is found before a corpus is encoded.
+    Raises:
+        ConfigError: the factory string or the parameters are wrong, it cannot hold that dimension or an inner product,
+            or there are too few vectors to train it.
     """
     import faiss
 
@@ -262,8 +234,6 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
     except RuntimeError as error:
         what = f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product"
         raise ConfigError(f"{what} ({_reason(error)}); 'Flat' always works") from error
-    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise ConfigError(f"index {factory!r} does not rank by inner product; use 'Flat', 'HNSW32' or 'IVF...'")
     if n < (lists := _inverted_lists(index)):
         raise ConfigError(f"index {factory!r} needs {lists} vectors to train, the corpus has {n}; use 'Flat'")
     _set_parameters(index, factory, parameters)
@@ -271,7 +241,7 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
 
 
 def default_parameters(index: Any) -> str | None:
-    """The search parameters of a FAISS index that was asked for without any; see `build_index`."""
+    """Search parameters: an eighth of an IVF index's lists, for FAISS's own default of one finds too little."""
     lists = _inverted_lists(index)
     return f"nprobe={math.ceil(lists / 8)}" if lists else None
 
@@ -299,55 +269,15 @@ def prepared(
     return np.divide(vectors, np.where(norms > 0, norms, 1)[:, None], out=None if out is None else out[: len(vectors)])
 
 
-# Details -------------------------------------------------------------------------------------------------------------
-
-
-def _searcher(documents: np.ndarray, on_gpus: bool) -> Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]:
-    """What finds scores and places of the k best of some documents."""
+def _set_parameters(index: Any, factory: str, parameters: str | None) -> None:
     import faiss
 
-    if not on_gpus:
-        return lambda queries, k: faiss.knn(queries, documents, k, faiss.METRIC_INNER_PRODUCT)
-    index = faiss.IndexFlatIP(documents.shape[1])
-    index.add(documents)
-    return faiss.index_cpu_to_all_gpus(index).search
-
-
-def _merge(searcher: Any, start: int, k: int, part: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """Take what the slice from row `start` has for some queries into their results so far, in place."""
-    queries, scores, rows = part
-    found, places = searcher(queries, k)
-    both, both_rows = np.concatenate([scores, found], axis=1), np.concatenate([rows, places + start], axis=1)
-    # Both halves are sorted, and this merges them.
-    best = np.argsort(-both, axis=1, kind="stable")[:, : scores.shape[1]]
-    scores[:], rows[:] = np.take_along_axis(both, best, axis=1), np.take_along_axis(both_rows, best, axis=1)
-
-
-def _ordered(
-    scores: np.ndarray, rows: np.ndarray, ids: Callable[[np.ndarray], Sequence[Any]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Lines that are sorted by score, with equal scores in the order of ids; row -1, for none, has score -inf."""
-    scores[rows < 0] = -np.inf
-    equal = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
-    for line in np.flatnonzero(equal.any(axis=1)).tolist():
-        tied = np.flatnonzero(np.r_[equal[line], False] | np.r_[False, equal[line]])
-        keys = list(zip((-scores[line, tied]).tolist(), ids(rows[line, tied]), strict=True))
-        rows[line, tied] = rows[line, tied[sorted(range(len(keys)), key=keys.__getitem__)]]
-    return scores, rows
-
-
-def _set_parameters(index: Any, factory: str, parameters: str | None) -> str | None:
-    """Search with these parameters, or with the default ones; which they are."""
-    import faiss
-
-    parameters = parameters or default_parameters(index)
-    if parameters is not None:
+    if wanted := parameters or default_parameters(index):
         try:
             space: Any = faiss.ParameterSpace()  # its stub knows one of two overloads
-            space.set_index_parameters(index, parameters)
+            space.set_index_parameters(index, wanted)
         except RuntimeError as error:
             raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
-    return parameters
 
 
 def _inverted_lists(index: Any) -> int:

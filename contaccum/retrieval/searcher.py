@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.retrieval.encode import AUTOCAST_DTYPES, Metric, encode_corpus, encode_queries, metric_of
+from contaccum.errors import ConfigError, DataError
+from contaccum.retrieval.encode import encode_corpus, encode_queries, metric_of
 from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
 Run = dict[str, dict[str, float]]
@@ -23,9 +23,8 @@ class FaissSearcher:
 
     Args:
         model: a SentenceTransformer (see `encode_texts`), or any object with `encode_queries` and `encode_corpus` as
-            BEIR calls them.
-        index: a FAISS factory string; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
-        index_parameters, use_gpu: see `build_index`. The model stays on the device it is on.
+            BEIR calls them. It stays on the device it is on.
+        index, index_parameters: see `build_index`; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
         batch_size, autocast_dtype: see `encode_texts`.
 
     Attributes:
@@ -40,13 +39,11 @@ class FaissSearcher:
         batch_size: int = 32,
         index: str = "Flat",
         index_parameters: str | None = None,
-        use_gpu: bool | Literal["auto"] = "auto",
         autocast_dtype: str | None = None,
         show_progress_bar: bool = True,
     ) -> None:
-        check_choice("autocast_dtype", autocast_dtype, AUTOCAST_DTYPES)
-        self.model, self.index, self.index_parameters, self.use_gpu = model, index, index_parameters, use_gpu
-        self.encoding = (batch_size, autocast_dtype, show_progress_bar)
+        self.model, self.index, self.index_parameters = model, index, index_parameters
+        self.encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress_bar}
         self.timing: dict[str, float] = {}
         self.last_index: DenseIndex | None = None
         self.recall: dict[str, Any] | None = None
@@ -68,37 +65,30 @@ class FaissSearcher:
             ConfigError: an unknown score function, or an index that cannot be built.
             DataError: an empty corpus.
         """
-        metric = self.metric(score_function)
+        metric = metric_of(self.model, score_function)
         if not corpus:
             raise DataError("the corpus has no documents to search")
-        ids = list(corpus)
         self.timing, self.recall = {}, None
-        embedded = self._timed("encode_queries", encode_queries, self.model, list(queries.values()), *self.encoding)
-        documents = self._timed("encode_corpus", encode_corpus, self.model, list(corpus.values()), *self.encoding)
-        settings = (self.index, metric, self.use_gpu, ids, self.index_parameters)
-        self.last_index = self._timed("index", build_index, documents, *settings)
+        embedded = self._timed("encode_queries", encode_queries, self.model, list(queries.values()), **self.encoding)
+        documents = self._timed("encode_corpus", encode_corpus, self.model, list(corpus.values()), **self.encoding)
+        settings = (self.index, metric, list(corpus), self.index_parameters)
+        index = self.last_index = self._timed("index", build_index, documents, *settings)
         if not queries:
             return {}
-        scores, rows = self._timed("search", search, self.last_index, embedded, top_k + 1)
-        if not self.last_index.is_exact:
-            self.recall = self._timed("recall", recall_against_exact, self.last_index, embedded, rows[:, :top_k])
+        scores, rows = self._timed("search", search, index, embedded, top_k + 1)
+        self.recall = recall_against_exact(index, embedded, rows[:, :top_k])
         run: Run = {}
-        names = np.array(ids, dtype=object)
         for query, line_scores, line_rows in zip(queries, scores, rows, strict=True):
-            there = int((line_rows >= 0).sum())  # rows that are not there come last
-            hits = dict(zip(names[line_rows[:there]].tolist(), line_scores[:there].tolist(), strict=True))
+            found = line_rows[line_rows >= 0]  # rows that are not there come last
+            hits = dict(zip(index.ids(found), line_scores.tolist(), strict=False))
             if hits.pop(query, None) is None and len(hits) > top_k:
                 hits.popitem()
             run[query] = hits
         return run
 
-    def metric(self, score_function: str | None = None) -> Metric:
-        """See `metric_of`."""
-        return metric_of(self.model, score_function)
-
-    def _timed(self, stage: str, function: Any, *args: Any) -> Any:
+    def _timed(self, stage: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        result = function(*args)
+        result = function(*args, **kwargs)
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
         return result
 
@@ -106,20 +96,17 @@ class FaissSearcher:
 class BM25Index:
     """Passages by bm25s (Lucene's variant), for those who have no model yet: lower-cased words of two letters or more.
 
+    Term frequency saturates, and long passages are held back, as DPR's do: k1 = 0.9, b = 0.4.
+
     Args:
         where: what the passages are from, for the message.
-        k1, b: saturation of term frequency, and how far long passages are held back; 0.9 and 0.4 are DPR's.
 
     Raises:
-        ConfigError: bm25s is not installed, or a parameter out of range.
+        ConfigError: bm25s is not installed.
         DataError: no passage has a word.
     """
 
-    def __init__(
-        self, passages: list[str], where: str, k1: float = 0.9, b: float = 0.4, show_progress: bool = False
-    ) -> None:
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ConfigError(f"bm25_k1={k1} and bm25_b={b} are out of range: k1 is 0 or more, b between 0 and 1")
+    def __init__(self, passages: list[str], where: str, show_progress: bool = False) -> None:
         try:
             import bm25s
         except ImportError as error:
@@ -128,7 +115,7 @@ class BM25Index:
         words = bm25s.tokenize(passages, stopwords=[], return_ids=False, show_progress=show_progress)
         if not any(words):
             raise DataError(f"{where}: no passage has a word of two letters for BM25 to find")
-        self.bm25 = bm25s.BM25(k1=k1, b=b)
+        self.bm25 = bm25s.BM25(k1=0.9, b=0.4)
         self.bm25.index(words, show_progress=show_progress)
 
     def scores(self, query: str) -> np.ndarray:
@@ -137,13 +124,3 @@ class BM25Index:
 
         (words,) = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
         return self.bm25.get_scores(words) if words else np.zeros(self.bm25.scores["num_docs"], dtype=np.float32)
-
-    def best(self, query: str, k: int) -> np.ndarray:
-        """Rows of the k' <= k passages that score best, above 0, best first; equal ones in order of the row."""
-        return best_rows(self.scores(query), k)
-
-
-def best_rows(scores: np.ndarray, k: int) -> np.ndarray:
-    """Rows of the k best scores above 0, best first; equal ones in order of the row."""
-    rows = np.flatnonzero(scores > 0)
-    return rows[np.argsort(-scores[rows], kind="stable")[:k]]

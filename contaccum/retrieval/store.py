@@ -4,7 +4,7 @@
     shard-00000/          the first rows of the corpus, in its order; shard-00001 those that follow
         embeddings.npy    (n, d), float16 or float32
         ids.arrow         their ids: Arrow IPC, one column `id` of strings
-        shard.json        rows, dimension, fingerprint of the corpus up to the shard's last row
+        shard.json        rows, dimension, bytes of the two files, fingerprint of the corpus up to the shard's last row
 
 A shard is there whole or not at all, so that a process killed at any instant loses the shard in work alone, and several
 may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
@@ -29,24 +29,27 @@ from contaccum.files import AnyPath, Fingerprint, atomic_folder, git_commit, pac
 ABOUT = "store.json"
 
 _SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
-_FORMAT, _VERSION = "contaccum embedding store", 1
-# Maps stay open, and a process may open 1,024 files: those used last are.
-_MAPPED_SHARDS = 64
+_HEAD = {"format": "contaccum embedding store", "version": 1}
+_MAPPED_SHARDS = 64  # at most, those used last: maps stay open, and a process may open 1,024 files
+_MEND = "name another --output, or start anew with --overwrite"
 
 
 class EmbeddingStore:
-    """A finished store of N rows, numbered through all shards; memory holds what is used. Make one with `open`.
+    """A finished store, to be read like an array (N, d), rows numbered through all shards. Make one with `open`.
+
+    `store[10:20]` and `store[[7, 3]]` are float32 copies, and memory holds no more than these.
 
     Attributes:
-        folder: where it lies.
         about: the content of store.json.
-        dim, dtype: of the embeddings as they lie on disk.
+        shape, dtype: (N, d), and the type of the embeddings as they lie on disk.
+        similarity: "cos" or "dot", what the model's embeddings are compared by.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.folder, self.about = folder, about
-        self.dim, self.dtype = int(about["dimension"]), np.dtype(about["dtype"])
-        self._starts = np.cumsum([0, *(shard["rows"] for shard in about["shards"])], dtype=np.int64)
+        self.similarity: Any = about.get("similarity")
+        self.shape, self.dtype = (about["rows"], about["dimension"]), np.dtype(about["dtype"])
+        self._shard_size: int = about["shard_size"]
         self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
 
     @classmethod
@@ -54,26 +57,22 @@ class EmbeddingStore:
         """The store in a folder.
 
         Raises:
-            DataError: no store, or one that is not finished. What is wrong with a shard is said where it is used.
+            DataError: no store, one that is not finished, or one that has lost a shard or a part of it.
         """
         folder = Path(folder)
-        about = read_about(folder)
-        if about is None:
+        if not (folder / ABOUT).exists():
             raise DataError(f"{folder}: not a store of embeddings (write one with contaccum encode)")
-        if about.get("finished") is not True:
-            raise DataError(f"{folder}: the store is not finished (run the same contaccum encode again: it goes on)")
-        try:
-            return cls(folder, about)
-        except (ValueError, KeyError, TypeError) as error:
-            raise _broken(folder, f"{type(error).__name__} {error}") from error
+        about = _read_about(folder)
+        mend = "run the same contaccum encode again: it goes on"
+        if not about["finished"]:
+            raise DataError(f"{folder}: the store is not finished ({mend})")
+        for first in range(0, about["rows"], about["shard_size"]):
+            if _read_shard(folder, first // about["shard_size"]) is None:
+                raise DataError(f"{folder}: the shard from row {first:,} on is missing or cut off ({mend})")
+        return cls(folder, about)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    @property
-    def similarity(self) -> Any:
-        """ "cos" or "dot": what the model's embeddings are compared by."""
-        return self.about["similarity"]
+        return self.shape[0]
 
     @property
     def fingerprint(self) -> str:
@@ -83,18 +82,10 @@ class EmbeddingStore:
         about["corpus"] = (self.about.get("corpus") or {}).get("fingerprint")
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
-    def shards(self) -> Iterator[tuple[int, Any, np.ndarray]]:
-        """Of every shard, in order: its first row, ids, an Arrow array (n,), and embeddings (n, d), mapped."""
-        for number, first in enumerate(self._starts[:-1].tolist()):
-            yield first, *self._mapped(number)
-
-    def slice(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop - 1 as a float32 copy (stop - start, d); raises `IndexError` beyond the store's rows."""
-        return self.take(np.arange(start, stop))
-
-    def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Embeddings of some rows, in the order asked for, as float32 (len(rows), d); quickest where they ascend."""
-        found = np.empty((len(rows), self.dim), dtype=np.float32)
+    def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        """Embeddings of a slice, or of some rows in the order asked for (fastest where they ascend): float32 (n, d)."""
+        rows = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else rows
+        found = np.empty((len(rows), self.shape[1]), dtype=np.float32)
         for places, number, inside in self._located(rows):
             found[places] = self._mapped(number)[1][inside]
         return found
@@ -111,26 +102,27 @@ class EmbeddingStore:
         wanted = np.asarray(rows, dtype=np.int64)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows are 0 to {len(self) - 1}, not {wanted.min()} to {wanted.max()}")
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        numbers = wanted // self._shard_size
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
-            yield places, number, wanted[places] - self._starts[number]
+            yield places, number, wanted[places] - number * self._shard_size
 
     def _map(self, number: int) -> tuple[Any, np.ndarray]:
         """Ids and embeddings of a shard."""
         import pyarrow as pa
 
-        folder, count = _shard_folder(self.folder, number), int(self._starts[number + 1] - self._starts[number])
+        folder, count = _shard_folder(self.folder, number), min(self._shard_size, len(self) - number * self._shard_size)
         try:
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
             with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
                 ids = reader.read_all()["id"].combine_chunks()
             ids.validate(full=True)  # offsets of a broken file would be followed anywhere
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise _broken(self.folder, error) from error
-        found, wanted = (embeddings.shape, embeddings.dtype, len(ids)), ((count, self.dim), self.dtype, count)
-        if found != wanted:
-            raise _broken(self.folder, f"{folder} is {found}, not {wanted}")
+            found, wanted = (embeddings.shape, embeddings.dtype, len(ids)), ((count, self.shape[1]), self.dtype, count)
+            if found != wanted:
+                raise ValueError(f"it holds {found}, not {wanted}")
+        except (OSError, ValueError, KeyError) as error:
+            what = " ".join(str(error).split())
+            raise DataError(f"{folder}: the shard is broken: {what} (remove it, and encode again)") from error
         return ids, embeddings
 
 
@@ -141,7 +133,6 @@ class StoreWriter:
         identity: what decides the embeddings: kind, model, similarity, tokenisation, precision, dtype, shard_size. JSON
             values. A store with another one is not gone on with.
         notes: what else store.json says of a new store.
-        first: begin the store, as one process does before the others; False: join one that was begun.
         overwrite: remove the store that lies there.
 
     Raises:
@@ -153,26 +144,21 @@ class StoreWriter:
         folder: AnyPath,
         identity: Mapping[str, Any],
         notes: Mapping[str, Any] | None = None,
-        first: bool = True,
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder)
         about = check_folder(self.folder)
-        if about is not None and overwrite and first:
+        if about is not None and overwrite:
             for path in self.folder.glob("shard-*"):
                 shutil.rmtree(path)
             (self.folder / ABOUT).unlink()  # last, for the folder is known by it
             about = None
         if about is None:
-            if not first:
-                raise UserError(f"{folder}: no store that rank 0 has begun (name a folder that all ranks see)")
-            head = {"format": _FORMAT, "version": _VERSION, "finished": False}
-            software = [{"versions": package_versions(), "git_commit": git_commit()}]
-            about = {**head, **identity, **(notes or {}), "software": software}
+            about = {**_HEAD, "finished": False, **identity, **(notes or {})}
+            about |= {"versions": package_versions(), "git_commit": git_commit()}
             write_json(self.folder / ABOUT, about)
-        there = {name: about.get(name) for name in identity}
-        if other := _difference(there, json.loads(json.dumps(identity))):
-            raise UserError(f"{folder}: holds embeddings made otherwise: {other} ({_MEND})")
+        if other := [name for name, value in json.loads(json.dumps(identity)).items() if about.get(name) != value]:
+            raise UserError(f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})")
         self.about = about
 
     def fill(
@@ -181,7 +167,6 @@ class StoreWriter:
         encode: Callable[[list[str]], np.ndarray],
         rank: int = 0,
         ranks: int = 1,
-        on_found: Callable[[int], object] = lambda rows: None,
     ) -> bool:
         """Encode the shards that are missing, every `ranks`-th of them; whether the store is finished then.
 
@@ -191,86 +176,49 @@ class StoreWriter:
         Args:
             passages: (id, title, text), with distinct ids.
             encode: texts to float32 (n, d).
-            on_found: called with the rows of each of this process's shards that was there already.
 
         Raises:
             DataError: the store has shards of another corpus, or there is no passage.
-            UserError: no room, or a number that float16 cannot hold.
+            UserError: no room.
         """
-        passages, corpus, number = iter(passages), Fingerprint(), 0
-        while block := list(islice(passages, self.about["shard_size"])):
+        passages, corpus, rows, size = iter(passages), Fingerprint(), 0, self.about["shard_size"]
+        other = DataError(f"{self.folder}: holds embeddings of another corpus ({_MEND})")
+        while block := list(islice(passages, size)):
             for passage in block:
                 corpus.add(*passage)
-            about = self.read_shard(number)
-            beyond = self.about["finished"] and number >= len(self.about["shards"])
-            if beyond or (about is not None and about["fingerprint"] != corpus.hex()):
-                what = f"it differs from passage {number * self.about['shard_size']:,} on, or before"
-                raise DataError(f"{self.folder}: holds embeddings of another corpus: {what} ({_MEND})")
-            if number % ranks == rank:
-                if about is not None:
-                    on_found(len(block))
-                else:
-                    texts = [f"{title} {text}".strip() for _, title, text in block]
-                    self.write_shard(number, [passage[0] for passage in block], encode(texts), corpus.hex())
-            number += 1
-        if not number:
+            number = rows // size
+            shard = _read_shard(self.folder, number)
+            beyond = self.about["finished"] and rows >= self.about["rows"]
+            if beyond or (shard is not None and shard["fingerprint"] != corpus.hex()):
+                raise other
+            rows += len(block)
+            if shard is None and number % ranks == rank:
+                texts = [f"{title} {text}".strip() for _, title, text in block]
+                self._write_shard(number, [passage[0] for passage in block], encode(texts), corpus.hex())
+        if not rows:
             raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
-        return self._finish(number, corpus.hex())
 
-    def read_shard(self, number: int) -> dict[str, Any] | None:
-        """What shard.json of a shard says; None where the shard is missing."""
-        path = _shard_folder(self.folder, number) / _SHARD
-        return read_json(path) if path.exists() else None
+        shards = [shard for first in range(0, rows, size) if (shard := _read_shard(self.folder, first // size))]
+        if len(shards) * size < rows:
+            return False  # the others are of other processes, of which the last to write one finishes the store
+        if _shard_folder(self.folder, len(shards)).exists():
+            raise other
+        about = {**self.about, "finished": True, "rows": rows, "dimension": shards[0]["dimension"]}
+        about["corpus"] = {**about.get("corpus", {}), "fingerprint": corpus.hex()}
+        write_json(self.folder / ABOUT, about)
+        return True
 
-    def write_shard(self, number: int, ids: Sequence[str], embeddings: np.ndarray, fingerprint: str) -> None:
-        """Write n ids and embeddings (n, d), in the dtype of the store; `fingerprint` is of the corpus up to them."""
+    def _write_shard(self, number: int, ids: Sequence[str], embeddings: np.ndarray, fingerprint: str) -> None:
         import pyarrow as pa
 
-        with np.errstate(over="ignore"):
-            stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
-        if not np.isfinite(stored).all():
-            raise UserError(f"{self.folder}: an embedding is too large for {self.about['dtype']} (use --dtype float32)")
+        stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
         with atomic_folder(_shard_folder(self.folder, number)) as part:
             np.save(part / _EMBEDDINGS, stored, allow_pickle=False)
             batch = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
             with pa.ipc.new_file(str(part / _IDS), batch.schema) as writer:
                 writer.write_batch(batch)
-            about = {"rows": len(ids), "dimension": stored.shape[1], "fingerprint": fingerprint}
-            write_json(part / _SHARD, about)
-
-    def _finish(self, count: int, fingerprint: str) -> bool:
-        """Say in store.json that the store is finished, if all `count` shards are there.
-
-        Of several processes, those that find shards of others missing leave this to whoever writes the last one.
-        """
-        found = [shard for shard in map(self.read_shard, range(count)) if shard is not None]
-        if len(found) < count:
-            return False
-        if _shard_folder(self.folder, count).exists():
-            raise DataError(f"{self.folder}: holds embeddings of another corpus: it has fewer passages ({_MEND})")
-        about = {**self.about, "finished": True, "rows": sum(shard["rows"] for shard in found)}
-        about |= {"dimension": found[0]["dimension"], "corpus": about.get("corpus", {}) | {"fingerprint": fingerprint}}
-        about["shards"] = [{"rows": shard["rows"]} for shard in found]
-        write_json(self.folder / ABOUT, about)
-        return True
-
-
-_MEND = "name another --output, or start anew with --overwrite"
-
-
-def read_about(folder: Path) -> dict[str, Any] | None:
-    """The content of store.json, of a finished store or not; None where there is none.
-
-    Raises:
-        DataError: it is broken, of something else, or of another version.
-    """
-    if not (folder / ABOUT).exists():
-        return None
-    about = read_json(folder / ABOUT)
-    if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
-        what = f"is {about.get('format')!r}, version {about.get('version')}, not {_FORMAT!r}, version {_VERSION}"
-        raise DataError(f"{folder / ABOUT}: {what} (encode the corpus with this version of contaccum)")
-    return about
+            about: dict[str, Any] = {"rows": len(ids), "dimension": stored.shape[1], "fingerprint": fingerprint}
+            write_json(part / _SHARD, about | {"bytes": {path.name: path.stat().st_size for path in part.iterdir()}})
 
 
 def check_folder(folder: Path) -> dict[str, Any] | None:
@@ -279,28 +227,32 @@ def check_folder(folder: Path) -> dict[str, Any] | None:
     Raises:
         UserError: something else lies there.
     """
-    about = read_about(folder)
-    if about is None and folder.exists():
-        if not folder.is_dir():
-            raise UserError(f"{folder}: is a file (name a folder)")
-        # Hidden files are what a process left that was killed before there was a store.json.
-        if strange := sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")):
-            raise UserError(f"{folder}: holds no store, but {strange[0]!r} (name an empty folder)")
+    if (folder / ABOUT).exists():
+        return _read_about(folder)
+    # Hidden files are what a process left that was killed before there was a store.json.
+    if folder.is_file() or any(folder.glob("[!.]*")):
+        raise UserError(f"{folder}: is there, and no store of embeddings (name a new folder)")
+    return None
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    """The content of store.json; raises `DataError` where it is broken, of something else, or of another version."""
+    about = read_json(folder / ABOUT)
+    if (there := {name: about.get(name) for name in _HEAD}) != _HEAD:
+        raise DataError(f"{folder / ABOUT}: is {there}, not {_HEAD} (encode the corpus with this version of contaccum)")
     return about
 
 
-def _difference(there: Any, here: Any, name: str = "") -> str:
-    """The first thing that differs between two structures of JSON: "tokenisation document_max_length 64, here 128"."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        found = (_difference(there.get(key), here.get(key), f"{name} {key}".strip()) for key in {**there, **here})
-        return next(filter(None, found), "")
-    shown = [value[:12] if isinstance(value, str) else json.dumps(value) for value in (there, here)]
-    return "" if there == here else f"{name} {shown[0]}, here {shown[1]}"
+def _read_shard(folder: Path, number: int) -> dict[str, Any] | None:
+    """What shard.json of a shard says; None where it is missing, or a file has not the length that it says."""
+    shard = _shard_folder(folder, number)
+    if not (shard / _SHARD).exists():
+        return None
+    about = read_json(shard / _SHARD)
+    there = {path.name: path.stat().st_size for path in shard.iterdir()}
+    sizes = about.get("bytes", {})  # not every version wrote them
+    return about if all(there.get(name) == sizes[name] for name in sizes) else None
 
 
 def _shard_folder(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}"
-
-
-def _broken(folder: Path, what: object) -> DataError:
-    return DataError(f"{folder}: the store is broken: {' '.join(str(what).split())} (encode the corpus again)")

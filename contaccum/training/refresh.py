@@ -89,7 +89,7 @@ class NegativeRefresh:
             )
             found = mined.rows.astype(np.int32)
             again = (found[:, :, None] == self.rows[:, None, :]).any(-1) & (found >= 0)
-            about = mined.record("keep")
+            about = mined.record()
             scores = [about["mean_positive_score"], about["mean_negative_score"], again.sum() / (found >= 0).sum()]
             rows, record = torch.from_numpy(found), torch.tensor(scores, dtype=torch.float64)
         rows, record = (from_first_rank(x) for x in (rows, record))

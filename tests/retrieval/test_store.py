@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from contaccum.errors import DataError, UserError
@@ -19,12 +18,7 @@ from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 IDENTITY = {"kind": "document", "model": "a" * 64, "similarity": "cos", "dtype": "float32", "shard_size": 10}
 ROWS = 25
-
-
-def embeddings(rows: int = ROWS) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((rows, 4)).astype(np.float32)
-
-
+EMBEDDINGS = np.random.default_rng(0).standard_normal((ROWS, 4)).astype(np.float32)
 PASSAGES = [(f"id-{row}", "", "x" * row) for row in range(ROWS)]
 
 
@@ -33,8 +27,12 @@ def start(folder: Path, overwrite: bool = False, **changed: Any) -> StoreWriter:
 
 
 def encode(texts: list[str]) -> np.ndarray:
-    """Row n of `embeddings()` for "x" n times."""
-    return embeddings()[[len(text) for text in texts]]
+    """Row n of `EMBEDDINGS` for "x" n times."""
+    return EMBEDDINGS[[len(text) for text in texts]]
+
+
+def nothing(texts: list[str]) -> np.ndarray:
+    raise AssertionError("encoded")
 
 
 def write(folder: Path, **changed: Any) -> Path:
@@ -43,164 +41,133 @@ def write(folder: Path, **changed: Any) -> Path:
     return folder
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_rows_and_ids_come_back_as_they_were_written(tmp_path: Path) -> None:
     store = EmbeddingStore.open(write(tmp_path / "s"))
-    assert (len(store), store.dim, store.dtype, store.similarity) == (ROWS, 4, np.float32, "cos")
-    for first, stop in [(0, 25), (3, 21), (10, 10), (9, 11), (24, 25)]:
-        np.testing.assert_array_equal(store.slice(first, stop), embeddings()[first:stop])
+    assert (len(store), store.shape, store.dtype, store.similarity) == (ROWS, (ROWS, 4), np.float32, "cos")
+    for part in (slice(None), slice(3, 21), slice(10, 10), slice(9, 11), slice(24, 99), [24, 0, 9, 10, 10], []):
+        np.testing.assert_array_equal(store[part], EMBEDDINGS[part])
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
-    assert store.ids([]) == []
-    shards = list(store.shards())
-    assert [first for first, _, _ in shards] == [0, 10, 20]
-    assert [name for _, ids, _ in shards for name in ids.to_pylist()] == [f"id-{row}" for row in range(ROWS)]
-    assert all(isinstance(rows, np.memmap) for _, _, rows in shards)
-    np.testing.assert_array_equal(np.concatenate([rows for _, _, rows in shards]), embeddings())
-    rows = [24, 0, 9, 10, 10]
-    np.testing.assert_array_equal(store.take(rows), embeddings()[rows])
-    assert store.take([]).shape == (0, 4)
     for rows in ([-1], [25], [0, 99]):
-        with pytest.raises(IndexError, match="0 to 24"):
-            store.ids(rows)
-        with pytest.raises(IndexError):
-            store.slice(min(rows), max(rows) + 1)
+        for read in (store.ids, store.__getitem__):
+            with pytest.raises(IndexError, match="0 to 24"):
+                read(rows)
 
 
-def test_float16_halves_the_disk_and_slices_are_float32(tmp_path: Path) -> None:
+def test_float16_halves_the_disk_and_rows_are_float32(tmp_path: Path) -> None:
     store = EmbeddingStore.open(write(tmp_path / "s", dtype="float16"))
-    assert store.slice(0, 25).dtype == np.float32
-    np.testing.assert_allclose(store.slice(0, 25), embeddings(), rtol=2**-11)
-    assert next(store.shards())[2].dtype == np.float16
-
-
-def test_a_number_beyond_float16_is_refused(tmp_path: Path) -> None:
-    writer = start(tmp_path / "s", dtype="float16")
-    with pytest.raises(UserError, match="--dtype float32"):
-        writer.write_shard(0, ["a"], np.full((1, 4), 7e4, dtype=np.float32), "f")
-    assert writer.read_shard(0) is None
+    assert store.dtype == np.float16 and store[:].dtype == np.float32
+    np.testing.assert_allclose(store[:], EMBEDDINGS, rtol=2**-11)
+    assert (tmp_path / "s" / "shard-00000" / "embeddings.npy").stat().st_size == 128 + 10 * 4 * 2
 
 
 def spoil(folder: Path, what: str) -> None:
-    about, shard = json.loads((folder / "store.json").read_text()), folder / "shard-00001"
-    if what == "pickled":
-        np.save(shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True)
-    elif what == "other shape":
-        np.save(shard / "embeddings.npy", embeddings(10).reshape(5, 8))
-    elif what == "other dtype":
-        np.save(shard / "embeddings.npy", embeddings(10).view(np.int32))
-    elif what == "no npy":
-        (shard / "embeddings.npy").write_bytes(b"x" * 288)
-    elif what == "no ids":
-        (shard / "ids.arrow").write_bytes(b"x" * 600)
-    elif what == "other ids":
-        table = pa.table({"name": ["a"] * 10})
-        with pa.OSFile(str(shard / "ids.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    elif what == "too few ids":
-        (shard / "ids.arrow").write_bytes((folder / "shard-00002" / "ids.arrow").read_bytes())
-    about |= {"later version": {"version": 2}, "other json": {"format": "a"}, "unfinished": {"finished": False}}.get(
-        what, {}
-    )
-    if what == "no shards":
-        del about["shards"]
-    (folder / "store.json").write_text("{" if what == "no json" else json.dumps(about))
+    about, shard = folder / "store.json", folder / "shard-00001"
     if what == "gone":
-        (shard / "embeddings.npy").unlink()
+        shutil.rmtree(shard)
     elif what == "cut off":
         os.truncate(shard / "embeddings.npy", 150)
+    elif what == "pickled":
+        np.save(shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True)
+    elif what == "no ids":
+        (shard / "ids.arrow").write_bytes(b"x" * (shard / "ids.arrow").stat().st_size)
+    elif what == "ids of another":
+        shutil.copy(folder / "shard-00002" / "ids.arrow", shard)
+    else:
+        changed = {"later version": {"version": 2}, "unfinished": {"finished": False}}
+        about.write_text(json.dumps({**json.loads(about.read_text()), **changed[what]}))
 
 
-FILES = ["gone", "cut off", "pickled", "other shape", "other dtype", "no npy", "no ids", "other ids", "too few ids"]
-JSON = ["no json", "other json", "later version", "no shards", "unfinished"]
+LOST = ["gone", "cut off"]
+FOREIGN = ["pickled", "no ids", "ids of another", "later version", "unfinished"]
 
 
-@pytest.mark.parametrize("what", [*FILES, *JSON])
-def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("sizes", [True, False], ids=["", "of the version before"])
+@pytest.mark.parametrize("what", [*LOST, *FOREIGN])
+def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str, sizes: bool) -> None:
     folder = write(tmp_path / "s")
+    for path in folder.glob("*/shard.json") if not sizes else ():
+        path.write_text(json.dumps({k: value for k, value in json.loads(path.read_text()).items() if k != "bytes"}))
     spoil(folder, what)
     with pytest.raises(DataError) as refused:
-        store = EmbeddingStore.open(folder)
-        store.slice(0, 25)
+        EmbeddingStore.open(folder)[:]
+        EmbeddingStore.open(folder).ids(range(ROWS))
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_shard_that_is_gone_or_cut_off_is_found_at_open_and_encoded_again(tmp_path: Path, what: str) -> None:
+    folder = write(tmp_path / "s")
+    before = content(folder)
+    spoil(folder, what)
+    with pytest.raises(DataError, match="from row 10 on is missing or cut off"):
+        EmbeddingStore.open(folder)
+    encoded: list[int] = []
+    assert start(folder).fill(PASSAGES, lambda texts: encoded.append(len(texts)) or encode(texts))
+    assert encoded == [10] and content(folder) == before
+
+
+def test_a_store_of_the_version_before_is_read_and_gone_on_with(tmp_path: Path) -> None:
+    folder = write(tmp_path / "s")
+    about = json.loads((folder / "store.json").read_text())
+    about |= {"shards": [{"rows": 10}, {"rows": 10}, {"rows": 5}], "software": [{"git_commit": None}]}
+    (folder / "store.json").write_text(json.dumps(about))
+    for path in folder.glob("*/shard.json"):
+        path.write_text(json.dumps({k: value for k, value in json.loads(path.read_text()).items() if k != "bytes"}))
+    np.testing.assert_array_equal(EmbeddingStore.open(folder)[:], EMBEDDINGS)
+    assert start(folder).fill(PASSAGES, nothing)
 
 
 def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwise(tmp_path: Path) -> None:
     folder = write(tmp_path / "s")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert start(folder).fill(PASSAGES, encode)
+    before = content(folder)
+    assert start(folder).fill(PASSAGES, nothing)
     for changed, told in [
-        ({"model": "b" * 64}, "model aaaaaaaaaaaa, here bbbbbbbbbbbb"),
-        ({"dtype": "float16"}, "dtype float32, here float16"),
-        ({"kind": "query", "shard_size": 5}, "kind document, here query ("),
+        ({"model": "b" * 64}, "another model"),
+        ({"kind": "query", "shard_size": 5}, "another kind and shard_size"),
     ]:
-        with pytest.raises(UserError, match="--overwrite") as refused:
+        with pytest.raises(UserError, match=rf"{told} \(.*--overwrite"):
             start(folder, **changed)
-        assert told in str(refused.value)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert content(folder) == before
     start(folder, overwrite=True, dtype="float16")
     assert [path.name for path in folder.iterdir()] == ["store.json"]
 
 
 def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"thesis\.txt"):
-            start(tmp_path, overwrite)
-    with pytest.raises(UserError, match="is a file"):
-        start(tmp_path / "thesis.txt")
+    for folder in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(UserError, match="is there, and no store"):
+            start(folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(tmp_path: Path, ranks: int) -> None:
-    start(tmp_path / "s")
     encoded: list[int] = []
     done = []
     for rank in range(ranks):
-        writer = StoreWriter(tmp_path / "s", IDENTITY, first=False)
+        writer = start(tmp_path / "s")
         done.append(writer.fill(PASSAGES, lambda t: encoded.append(len(t)) or encode(t), rank, ranks))
         if not done[-1]:
             with pytest.raises(DataError, match="not finished"):
                 EmbeddingStore.open(tmp_path / "s")
     assert sum(encoded) == ROWS and done[-1] and sum(done) == max(1, ranks - 2)
-    np.testing.assert_array_equal(EmbeddingStore.open(tmp_path / "s").slice(0, ROWS), embeddings())
-    with pytest.raises(UserError, match="made otherwise"):
-        StoreWriter(tmp_path / "s", {**IDENTITY, "shard_size": 3}, first=False)
-    with pytest.raises(UserError, match="all ranks see"):
-        StoreWriter(tmp_path / "elsewhere", IDENTITY, first=False)
+    np.testing.assert_array_equal(EmbeddingStore.open(tmp_path / "s")[:], EMBEDDINGS)
 
 
 @pytest.mark.parametrize("change", ["a text", "an id", "a title", "fewer", "more"])
 def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path: Path, change: str) -> None:
-    folder = write(tmp_path / "s")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    folder = write(tmp_path / "s", shard_size=5)  # which has no row too few for a shard
+    before = content(folder)
     changed = {"a text": ("id-3", "", "xx"), "an id": ("other", "", "xxx"), "a title": ("id-3", "x", "xxx")}
     passages = [*PASSAGES[:3], changed.get(change, PASSAGES[3]), *PASSAGES[4:]]
-    passages = {"fewer": passages[:-1], "more": [*passages, *(("new", "", "x"),) * 6]}.get(change, passages)
+    passages = {"fewer": passages[:-5], "more": [*passages, *(("new", "", "x"),) * 6]}.get(change, passages)
     with pytest.raises(DataError, match="another corpus"):
-        start(folder).fill(passages, lambda texts: pytest.fail("encoded"))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_shard_that_is_gone_is_encoded_again(tmp_path: Path) -> None:
-    folder = write(tmp_path / "s")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    shutil.rmtree(folder / "shard-00001")
-    found: list[int] = []
-    assert start(folder).fill(PASSAGES, encode, on_found=found.append)
-    assert found == [10, 5] and {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_store_of_an_earlier_version_is_read_and_gone_on_with(tmp_path: Path) -> None:
-    folder = write(tmp_path / "s")
-    about = json.loads((folder / "store.json").read_text())
-    about["software"].append({"versions": {"contaccum": "0.1"}, "git_commit": None})
-    for number, shard in enumerate(about["shards"]):
-        shard["bytes"] = {"embeddings.npy": 288, "ids.arrow": 600}
-        path = folder / f"shard-0000{number}" / "shard.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "bytes": shard["bytes"]}))
-    (folder / "store.json").write_text(json.dumps(about))
-    np.testing.assert_array_equal(EmbeddingStore.open(folder).slice(0, ROWS), embeddings())
-    assert start(folder).fill(PASSAGES, lambda texts: pytest.fail("encoded"))
+        start(folder, shard_size=5).fill(passages, nothing)
+    assert content(folder) == before
 
 
 KILLED = '''

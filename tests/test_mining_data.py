@@ -29,11 +29,10 @@ def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come
 def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
     record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
     (tmp_path / "d.json").write_text(json.dumps([record]))
-    data = load_mining_data(tmp_path / "d.json")
-    assert passages(data, data.positives[0]) == ["T a", "T b"] and data.pair_counts == [1]
-    assert data.excluded == [[0, 1]]
-    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": ["a", "b"]}]))
-    assert passages(data, data.positives[0]) == ["a", "b"] and data.excluded == [[0, 1]]
+    for source, expected in ((tmp_path / "d.json", ["T a", "T b"]), ([{"query": "q", "positive": ["a", "b"]}], "ab")):
+        data = load_mining_data(source)
+        assert passages(data, data.positives[0]) == list(expected)
+        assert data.pair_counts == [1] and data.excluded == [[0, 1]]
 
 
 DOCUMENTS = {
@@ -79,26 +78,22 @@ def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
     folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
     cleaned = write_lines(tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}])
     data = load_mining_data(folder, cleaned)
-    assert data.excluded == [[0], []] and data.record["corpus"]["fingerprint"] != data.record["fingerprint"]
+    assert data.excluded == [[0], []]
+    assert data.record["fingerprint"] != load_mining_data(folder).record["fingerprint"]
 
 
 @pytest.mark.parametrize(
-    ("qrels", "documents", "message"),
-    [
-        ([("q0", "d0", 0)], DOCUMENTS, "no query has a positive"),
-        ([("q0", "d4", 1)], DOCUMENTS, "no query has a positive"),
-        ([("q0", "d4", 1)], {"d4": ("", " ")}, "no passage is left"),
-    ],
+    ("judged", "documents", "message"),
+    [("d0 0", DOCUMENTS, "no query"), ("d4 1", DOCUMENTS, "no query"), ("d4 1", {"d4": ("", " ")}, "no passage")],
 )
-def test_data_without_anything_to_mine_are_refused(tmp_path, qrels, documents, message):
+def test_data_without_anything_to_mine_are_refused(tmp_path, judged, documents, message):
     with pytest.raises(DataError, match=message):
-        load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, qrels))
+        load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, [("q0", *judged.split())]))
 
 
 def test_records_in_memory_give_what_their_file_gives(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
-    records = [json.loads(line) for line in pairs.read_text().splitlines()]
-    from_file, data = load_mining_data(pairs), load_mining_data(iter(records))
+    from_file, data = load_mining_data(pairs), load_mining_data(map(json.loads, pairs.open()))
     assert data == from_file and data.record["fingerprint"] == from_file.record["fingerprint"]
 
 

@@ -1,0 +1,449 @@
+"""Hard negatives for training data: passages that score high for a query and are not known to be relevant.
+
+FAISS with a model, or BM25, finds candidates; the rules of sentence-transformers' `mine_hard_negatives` decide which of
+them become negatives, with a cross-encoder's margin beside the others. Equal texts are one passage here, whatever their
+ids, spacing or case, so that a copy of a positive cannot come back as a negative. When to mine while training is
+others' business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from contaccum.data import Passage, RecordReport, load_beir_folder, read_passages, read_records, sniff_format
+from contaccum.errors import ConfigError, DataError, UserError, check_choice
+from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
+from contaccum.retrieval.encode import Metric, encode_texts, metric_of
+from contaccum.retrieval.index import build_index, prepared, search
+from contaccum.retrieval.searcher import BM25Index
+
+OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
+
+_SPARE = 10  # candidates per wanted negative where a rule may drop some, as in sentence-transformers
+
+
+@dataclass(frozen=True)
+class MiningData:
+    """Q queries, and passages that are called by their row.
+
+    Attributes:
+        query_ids, queries: (Q,).
+        documents: distinct passages; from `pool_size` on positives from outside the pool, which are no candidates.
+        positives: for each query the rows of its known positives: those of its own pairs (`pair_counts` of them), then
+            whatever else the data call a positive of the same query text.
+        excluded: for each query the pool rows that are a known positive, have its text or id, or repeat the query.
+        record: path, format, fingerprint and counts, for reports.
+    """
+
+    query_ids: list[str]
+    queries: list[str]
+    documents: list[Passage]
+    pool_size: int
+    positives: list[list[int]]
+    pair_counts: list[int]
+    excluded: list[list[int]]
+    record: dict[str, Any] = field(repr=False, compare=False)
+
+
+def load_mining_data(
+    source: AnyPath | Iterable[Mapping[str, Any]],
+    corpus: AnyPath | None = None,
+    *,
+    data_format: Any = None,
+    split: str = "train",
+    on_bad_record: Literal["stop", "skip"] = "stop",
+    columns: Mapping[str, str] | None = None,
+) -> MiningData:
+    """Queries with their known positives, and the passages among which their negatives are sought.
+
+    The pool is the whole corpus of a BEIR folder, and else the data's distinct positives (negatives that the data list
+    are not part of it). With `corpus` it is that corpus instead, and nothing else.
+
+    Args:
+        source: training data in any format that `read_records` takes; or records in memory, mappings with "query" and
+            "positive": a text, or a list of texts of which the first makes the pair.
+        corpus: a file of passages, or a BEIR folder whose corpus it is; see `read_passages`.
+        data_format, split, columns: see `read_records`; of files.
+
+    Raises:
+        ConfigError, DataError: data that cannot be used, or an empty pool.
+    """
+    report, pool = RecordReport(on_bad_record), None
+    record: dict[str, Any] = {"path": "records", "format": "records", "corpus": corpus and str(corpus)}
+    judged: Iterable[tuple[str | None, str, list[Passage]]]  # a query's id, where it has one, text and positives
+    if not isinstance(source, (str, os.PathLike)):
+        judged = ((None, row["query"], _as_passages(row["positive"])) for row in source)
+    else:
+        record |= {"path": str(source), "format": data_format or sniff_format(source, columns), "split": split}
+        if record["format"] == "beir":
+            data = load_beir_folder(source, split, report=report)
+            passages = {name: Passage(name, **document) for name, document in data.corpus.items()}
+            pool = [passage for passage in passages.values() if passage.passage]
+            judged = (
+                (name, data.queries[name], [passages[document] for document, grade in found.items() if grade > 0])
+                for name, found in data.qrels.items()
+            )
+        else:
+            rows = read_records(source, record["format"], split, columns, report, num_negatives=0)
+            judged = ((None, row.query, _as_passages(row.positives)) for row in rows)
+    # Of a record with several positives the first is trained on, unless people have judged them all.
+    paired = None if record["format"] in ("beir", "msmarco") else 1
+    pairs: dict[tuple[str | None, str], list[Passage]] = defaultdict(list)
+    known: dict[bytes, list[Passage]] = defaultdict(list)  # of all queries that look the same
+    content = Fingerprint()
+    for name, query, positives in judged:
+        there = [passage for passage in positives if passage.passage]  # BEIR's published sets have empty ones
+        if there:
+            pairs[name, query] += there[:paired]
+            known[_key(query)] += there
+            content.add(query, *(passage.passage for passage in there))
+    if corpus is not None:
+        pool = list(read_passages(corpus, report))
+    for passage in pool or ():
+        content.add(*passage)
+    record |= {"records": report.summary(), "fingerprint": content.hex()}
+    return _assemble(pairs, known, pool, record)
+
+
+def _assemble(
+    pairs: dict[tuple[str | None, str], list[Passage]],
+    known: dict[bytes, list[Passage]],
+    pool: list[Passage] | None,
+    record: dict[str, Any],
+) -> MiningData:
+    """Equal passages become one row; rows that look like a positive of a query, or like the query, are excluded."""
+    documents: dict[bytes, Passage] = {}
+    for passage in chain.from_iterable(known.values()) if pool is None else pool:
+        documents.setdefault(_key(passage.passage), passage)
+    pool_size = len(documents)
+    if not pool_size or not pairs:
+        what = "no query has a positive" if pool_size else "no passage is left to mine in"
+        raise DataError(f"{record['path']}: {what} (correct the data)")
+    names_of = {key: {key, *(name for one in found for name in _names(one))} for key, found in known.items()}
+    wanted = set().union(*names_of.values())
+    rows_called: dict[bytes | str, list[int]] = defaultdict(list)
+    for row, passage in enumerate(documents.values()):
+        for name in wanted.intersection(_names(passage)):
+            rows_called[name].append(row)
+    for passage in chain.from_iterable(known.values()):
+        documents.setdefault(_key(passage.passage), passage)
+    row_of = {key: row for row, key in enumerate(documents)}
+
+    def rows(passages: Iterable[Passage]) -> list[int]:
+        return list(dict.fromkeys(row_of[_key(passage.passage)] for passage in passages))
+
+    keys, counts = [_key(query) for _, query in pairs], [len(rows(own)) for own in pairs.values()]
+    positives = [rows([*own, *known[key]]) for own, key in zip(pairs.values(), keys, strict=True)]
+    excluded = [sorted({row for name in names_of[key] for row in rows_called[name]}) for key in keys]
+    record |= {"queries": len(pairs), "pairs": sum(counts), "passages": pool_size}
+    ids = [name or f"query-{number}" for number, (name, _) in enumerate(pairs)]
+    queries = [query for _, query in pairs]
+    return MiningData(ids, queries, list(documents.values()), pool_size, positives, counts, excluded, record)
+
+
+def _as_passages(texts: str | Iterable[str]) -> list[Passage]:
+    texts = [texts] if isinstance(texts, str) else texts
+    return [Passage(f"passage-{_key(text).hex()[:16]}", "", text) for text in texts]
+
+
+def _key(text: str) -> bytes:
+    """Equal for texts that differ in spacing or case alone."""
+    return hashlib.blake2b(" ".join(text.split()).casefold().encode(), digest_size=16).digest()
+
+
+def _names(passage: Passage) -> list[bytes | str]:
+    """What a copy has too: the id, the text with its title, or without, for it may lie elsewhere under another one."""
+    return [passage.id, *(_key(part) for part in (passage.passage, passage.text) if part.strip())]
+
+
+# Mining --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelectionRules:
+    """What a negative must be like: sentence-transformers' rules by their names, and those of docs/mining.md.
+
+    s is the score of a candidate, p the lowest of its query's positives. `range_max` None is `num_negatives` +
+    `range_min`, with 10 `num_negatives` where a rule may drop candidates or sampling may choose.
+    """
+
+    num_negatives: int = 3  # per query
+    range_min: int = 0  # skip so many of the closest of what the score rules leave
+    range_max: int | None = None  # no candidate beyond this rank; known positives have no rank
+    absolute_margin: float | None = None  # keep s <= p - margin
+    relative_margin: float | None = None  # keep s <= p - margin * abs(p)
+    max_score: float | None = None
+    min_score: float | None = None
+    cross_encoder_margin: float | None = None  # keep what it scores at least this far below the positives (logits)
+    sampling: Literal["top", "random"] = "top"
+    seed: int = 0  # of random sampling
+
+    def check(self, has_cross_encoder: bool) -> None:
+        """Raise `ConfigError` for settings that cannot work together; cheap, before data or models are loaded."""
+        check_choice("sampling", self.sampling, ("top", "random"))
+        if self.num_negatives < 1 or self.range_min < 0:
+            raise ConfigError(f"num_negatives={self.num_negatives} and range_min={self.range_min}: 1 and 0 or more")
+        room = self.range_min + self.num_negatives
+        if self.range_max is not None and self.range_max < room:
+            raise ConfigError(f"range_max={self.range_max} leaves too few candidates: raise it to {room} or more")
+        if self.relative_margin is not None and not 0 <= self.relative_margin <= 1:
+            raise ConfigError(f"relative_margin={self.relative_margin} must be between 0 and 1")
+        if self.cross_encoder_margin is not None and not has_cross_encoder:
+            raise ConfigError("cross_encoder_margin needs a cross_encoder: give both, or leave it out")
+
+    @property
+    def depth(self) -> int:
+        """How many candidates of a query, known positives apart, are considered."""
+        if self.range_max is not None:
+            return self.range_max
+        plain = SelectionRules(self.num_negatives, self.range_min, seed=self.seed)
+        return self.range_min + self.num_negatives * (1 if self == plain else _SPARE)
+
+
+@dataclass
+class MinedNegatives:
+    """What `mine_hard_negatives` found, for Q queries.
+
+    Attributes:
+        data: what it was found in.
+        settings: of the search, and the rules.
+        rows: (Q, num_negatives) int64, rows of `data.documents`, best first, -1 where there are fewer.
+        scores: the same shape, -inf where there are fewer.
+        positive_scores: for each query the scores of `data.positives`.
+    """
+
+    data: MiningData
+    settings: dict[str, Any]
+    rows: np.ndarray
+    scores: np.ndarray
+    positive_scores: list[np.ndarray]
+
+    def record(self) -> dict[str, Any]:
+        """Settings, counts and mean scores, for a report."""
+        found = self.rows >= 0
+        return {
+            "data": self.data.record,
+            "settings": self.settings,
+            "queries": len(found),
+            "queries_with_too_few": int((~found.all(axis=1)).sum()),
+            "mean_positive_score": float(np.concatenate(self.positive_scores).mean()),
+            "mean_negative_score": float(self.scores[found].mean()),
+        }
+
+
+def mine_hard_negatives(
+    data: Any,
+    model: Any = None,
+    *,
+    cross_encoder: Any = None,
+    similarity: Literal["cos", "dot"] | None = None,
+    batch_size: int = 32,
+    autocast_dtype: str | None = None,
+    show_progress: bool = True,
+    **rules: Any,
+) -> MinedNegatives:
+    """Find for each query of training data passages that score high and are not known to be relevant.
+
+    A model in training may be asked too: it and the random state are left as they are, and no file is written.
+
+    Args:
+        data: a `MiningData`, or what `load_mining_data` takes.
+        model: a SentenceTransformer; None for BM25, where there is none yet that is worth asking.
+        cross_encoder: see `load_cross_encoder`; its margin is 3.0, if it is not given.
+        similarity: "cos" or "dot"; None is the model's own.
+        batch_size, autocast_dtype: see `encode_texts`.
+        rules: fields of `SelectionRules`, by name.
+
+    Raises:
+        ConfigError: settings that cannot work, before anything is encoded.
+        DataError: data that cannot be used, or no negative for any query.
+        UserError: a model that gives NaN or infinity.
+    """
+    checked = SelectionRules(**({} if cross_encoder is None else {"cross_encoder_margin": 3.0}) | rules)
+    checked.check(cross_encoder is not None)
+    if not isinstance(data, MiningData):
+        data = load_mining_data(data)
+    k = min(checked.depth + max(map(len, data.excluded)), data.pool_size)
+    settings: dict[str, Any] = {"method": "bm25", **asdict(checked), "range_max": checked.depth}
+    if model is None:
+        found = _search_bm25(data, k, show_progress)
+    else:
+        metric = metric_of(model, similarity)
+        settings |= {"method": "dense", "similarity": metric, "precision": autocast_dtype or "float32"}
+        encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress}
+        found = _search_dense(data, model, k, metric, encoding)
+    shape, rng = (len(data.queries), checked.num_negatives), np.random.default_rng(checked.seed)
+    mined = MinedNegatives(data, settings, np.full(shape, -1), np.full(shape, -np.inf, dtype=np.float32), [])
+    bar = tqdm(found, desc="Mining", total=len(data.queries), disable=not show_progress)
+    for query, (scores, rows, of_positives) in enumerate(bar):
+        mined.positive_scores.append(of_positives)
+        places = np.flatnonzero((rows >= 0) & ~np.isin(rows, data.excluded[query]))[: checked.depth]
+        places = places[_selected(scores[places], of_positives.min(), checked, rng)]
+        if cross_encoder is not None:
+            places = places[_second_opinion(data, query, rows[places], cross_encoder, checked, batch_size)]
+        best = np.sort(places[: checked.num_negatives])  # in the order of scores
+        mined.rows[query, : len(best)], mined.scores[query, : len(best)] = rows[best], scores[best]
+    if (mined.rows < 0).all():
+        raise DataError(f"{data.record['path']}: no query has a negative left (loosen the rules, or raise range_max)")
+    return mined
+
+
+_Found = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding: dict[str, Any]) -> _Found:
+    """Of each query scores and rows (k,), best first, -1 for none, and the scores of its positives."""
+    passages = encode_texts(model, [document.passage for document in data.documents], "document", **encoding)
+    queries = prepared(encode_texts(model, data.queries, "query", **encoding), metric, "query embedding")
+    scores, rows = search(build_index(passages[: data.pool_size], metric=metric), queries, k)
+    for query, positives in enumerate(data.positives):
+        of_positives = prepared(passages[positives], metric, "document embedding") @ queries[query]
+        yield scores[query], rows[query], of_positives
+
+
+def _search_bm25(data: MiningData, k: int, show_progress: bool) -> _Found:
+    # Positives from outside the pool are part of the statistics, so that they have a score.
+    index = BM25Index([document.passage for document in data.documents], data.record["path"], show_progress)
+    for query, positives in zip(data.queries, data.positives, strict=True):
+        scores = index.scores(query)
+        rows = np.flatnonzero(scores[: data.pool_size] > 0)
+        rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
+        yield scores[rows], rows, scores[positives]
+
+
+def _selected(scores: np.ndarray, lowest: np.float32, rules: SelectionRules, rng: np.random.Generator) -> np.ndarray:
+    """Places of the candidates that pass, in the order in which they are taken; their scores (c,) come best first."""
+    highest: Any = np.inf if rules.max_score is None else rules.max_score
+    if rules.absolute_margin is not None:
+        highest = min(highest, lowest - np.float32(rules.absolute_margin))
+    if rules.relative_margin is not None:
+        highest = min(highest, lowest - np.abs(lowest) * np.float32(rules.relative_margin))
+    left = (scores <= highest) & (scores >= (-np.inf if rules.min_score is None else rules.min_score))
+    places = np.flatnonzero(left)[rules.range_min :]
+    return rng.permutation(places) if rules.sampling == "random" else places
+
+
+def _second_opinion(
+    data: MiningData, query: int, rows: np.ndarray, cross_encoder: Any, rules: SelectionRules, batch_size: int
+) -> list[int]:
+    """Places of the rows that a cross-encoder scores low enough; it reads no more than it takes to fill up.
+
+    Scores are logits: "3 points below the positive" has no meaning between 0 and 1.
+    """
+
+    def read(some: Iterable[int]) -> np.ndarray:
+        pairs = [(data.queries[query], data.documents[row].passage) for row in some]
+        identity = torch.nn.Identity()
+        return cross_encoder.predict(pairs, batch_size=batch_size, activation_fn=identity, show_progress_bar=False)
+
+    h = rules.num_negatives
+    passed: list[int] = []
+    bound = read(data.positives[query]).min() - rules.cross_encoder_margin
+    for start in range(0, len(rows), h):
+        if len(passed) < h:
+            passed += (start + np.flatnonzero(read(rows[start : start + h]) <= bound)).tolist()
+    return passed
+
+
+def load_cross_encoder(name: str, device: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A CrossEncoder by folder or hub name; raises `UserError` where none that gives a pair one score can be loaded."""
+    from sentence_transformers import CrossEncoder
+
+    from contaccum.encoders import loading
+
+    with loading(name, trust_remote_code) as path:
+        cross_encoder = CrossEncoder(path, device=device, trust_remote_code=trust_remote_code)
+    config = cross_encoder.model.config
+    # sentence-transformers puts a fresh head on an encoder that has none, and its scores are noise.
+    trained = any("For" in architecture for architecture in config.architectures or ["For"])
+    if config.num_labels != 1 or not trained:
+        raise UserError(f"{name}: is not a cross-encoder that was trained to give a pair of texts one score")
+    return cross_encoder
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write_mined(
+    mined: MinedNegatives, path: AnyPath, output_format: str = "pairs", report: dict[str, Any] | None = None
+) -> tuple[Path, Path]:
+    """Write negatives to `path` and a report to `path` + ".report.json", each whole or not at all; returns both paths.
+
+    "pairs" and "ntuples" have a line for each pair, "dpr" and "tevatron" one for each query with all its known
+    positives; docs/mining.md has the fields. What there is is written, but "ntuples" leaves queries with too few out.
+
+    Args:
+        report: more for the report, beside `mined.record()`.
+
+    Raises:
+        UserError: see `check_output`.
+        DataError: nothing is left to write.
+    """
+    path = check_output(path, output_format)
+    queries = range(len(mined.rows))
+    lines = [json.dumps(line, ensure_ascii=False) for q in queries for line in _lines_of(mined, q, output_format)]
+    if not lines:
+        raise DataError(f"{path}: no query has {mined.rows.shape[1]} negatives (lower num_negatives)")
+    write_text(path, "[\n" + ",\n".join(lines) + "\n]\n" if output_format == "dpr" else (f"{line}\n" for line in lines))
+    report_path = Path(f"{path}.report.json")
+    write_json(report_path, {**(report or {}), "output_format": output_format, **mined.record()})
+    return path, report_path
+
+
+def check_output(path: AnyPath, output_format: str) -> Path:
+    """`path`, once its folder is there and can be written to.
+
+    Raises:
+        UserError: an unknown format, a name that does not fit it, a file that is there already, or no way to write it.
+    """
+    path = Path(path)
+    check_choice("output_format", output_format, OUTPUT_FORMATS)
+    require_writable(path)
+    suffix = ".json" if output_format == "dpr" else ".jsonl"
+    if path.suffix != suffix:
+        raise ConfigError(f"{path}: output_format {output_format} is written to a file that ends in {suffix}")
+    if path.exists():
+        raise ConfigError(f"{path}: exists already (name another file, or remove it)")
+    return path
+
+
+def _lines_of(mined: MinedNegatives, query: int, output_format: str) -> Iterator[dict[str, Any]]:
+    """What is written of one query: a line for each of its pairs, or one for all of its known positives."""
+    data, text = mined.data, mined.data.queries[query]
+    of_positives = zip(data.positives[query], mined.positive_scores[query].tolist(), strict=True)
+    of_negatives = zip(mined.rows[query].tolist(), mined.scores[query].tolist(), strict=True)
+    positives = [(data.documents[row], score) for row, score in of_positives]
+    negatives = [(data.documents[row], score) for row, score in of_negatives if row >= 0]
+    if output_format in ("dpr", "tevatron"):
+        name = "passage_id" if output_format == "dpr" else "docid"
+        above, below = (
+            [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in part]
+            for part in (positives, negatives)
+        )
+        if output_format == "dpr":
+            contexts = {"positive_ctxs": above, "negative_ctxs": [], "hard_negative_ctxs": below}
+            yield {"question": text, "answers": [], **contexts}
+        else:
+            about = {"query_id": data.query_ids[query], "query": text}
+            yield {**about, "positive_passages": above, "negative_passages": below}
+        return
+    texts, scores = [passage.passage for passage, _ in negatives], [score for _, score in negatives]
+    for positive, score in positives[: data.pair_counts[query]]:
+        line = {"query": text, "positive": positive.passage}
+        if output_format == "pairs":
+            yield line | {"negatives": texts, "positive_score": score, "negative_scores": scores}
+        elif len(texts) == mined.rows.shape[1]:
+            columns = {f"negative_{number}": negative for number, negative in enumerate(texts, 1)}
+            yield line | columns | {"scores": [score, *scores]}

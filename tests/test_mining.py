@@ -1,0 +1,293 @@
+"""Which passages become negatives, their scores, and the files that they are written to."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from mining_files import write_beir_data, write_lines, write_pairs
+from sample_texts import sentences
+from sentence_transformers import util
+from transformers import BertForSequenceClassification
+
+from contaccum import DualEncoder
+from contaccum.data import load_training_data
+from contaccum.errors import DataError, UserError
+from contaccum.mining import (
+    OUTPUT_FORMATS,
+    SelectionRules,
+    _selected,
+    check_output,
+    load_cross_encoder,
+    load_mining_data,
+    mine_hard_negatives,
+    write_mined,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_path: str) -> DualEncoder:
+    return DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_beir_data(tmp_path_factory.mktemp("beir") / "beir")
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A random cross-encoder whose logits spread over some 10 points."""
+    path = tmp_path_factory.mktemp("mining") / "cross-encoder"
+    options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+    torch.manual_seed(0)
+    BertForSequenceClassification(type(tiny_config)(**{**tiny_config.to_dict(), **options})).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return load_cross_encoder(str(path), "cpu")
+
+
+def mine(model: Any, data: Any, **settings: Any) -> Any:
+    return mine_hard_negatives(data, model, show_progress=False, **settings)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"relative_margin": 0.0, "range_max": 20},
+        {"relative_margin": 0.001, "range_max": 30},
+        {"absolute_margin": 0.0, "range_min": 1},
+        {"max_score": 0.95, "min_score": 0.5, "range_max": 12},
+    ],
+)
+def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
+    records = lines_of(pairs)[4:36]  # queries with one positive
+    settings = {"num_negatives": 2, "range_min": 0, **rules}
+    mined = mine(model, records, **settings)
+    theirs = util.mine_hard_negatives(
+        Dataset.from_list(records), model, output_format="labeled-list", verbose=False, **settings
+    )
+    expected = dict(zip(theirs["query"], (passages[1:] for passages in theirs["positive"]), strict=True))
+    data = mined.data
+    for number, query in enumerate(data.queries):
+        found = [data.documents[row].passage for row in mined.rows[number] if row >= 0]
+        # Theirs leaves out queries with too few; its cut by rank counts the positive.
+        assert query not in expected or found == expected[query]
+    assert len(expected) > 5
+
+
+def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
+    rules = SelectionRules(num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random")
+    scores, rng = -np.arange(10, dtype=np.float32), np.random.default_rng(0)
+    counts = Counter(int(_selected(scores, np.float32(1), rules, rng)[0]) for _ in range(2000))
+    assert set(counts) == {3, 4, 5, 6, 7}
+    assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
+    one, again, other = (mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1))
+    assert one == again != other
+
+
+# Search --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("similarity", ["cos", "dot"])
+def test_negatives_are_the_best_passages_that_are_not_known_and_scores_are_the_models(
+    tiny_config, tiny_tokenizer, beir, similarity
+):
+    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu")
+    data = load_mining_data(beir)
+    mined = mine(model, data, similarity=similarity, num_negatives=4)
+    settings = {"normalize_embeddings": similarity == "cos"}
+    passages = [{"title": d.title, "text": d.text} for d in data.documents]
+    expected = model.encode_queries(data.queries, **settings) @ model.encode_corpus(passages, **settings).T
+    for number in range(10):
+        order = [row for row in np.argsort(-expected[number]) if row not in data.excluded[number]]
+        assert mined.rows[number].tolist() == order[:4]
+        assert mined.scores[number] == pytest.approx(expected[number, order[:4]], abs=1e-5)
+        assert mined.positive_scores[number] == pytest.approx(expected[number, data.positives[number]], abs=1e-5)
+
+
+def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
+    everything = mine(model, pairs, num_negatives=38)
+    mined = mine(model, pairs, num_negatives=3, range_max=38, absolute_margin=0.0)
+    apart = 0
+    for number in range(4):  # those with two positives
+        low, high = sorted(mined.positive_scores[number].tolist())
+        scores = everything.scores[number]
+        expected = scores[scores <= low][:3]
+        apart += expected.tolist() != scores[scores <= high][:3].tolist()
+        assert mined.scores[number][: len(expected)] == pytest.approx(expected, abs=1e-6)
+    assert apart
+
+
+@pytest.mark.parametrize("method", ["dense", "bm25"])
+def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp_path, method):
+    pytest.importorskip("bm25s")
+    texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
+    corpus = write_lines(tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)])
+    mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus))
+    assert 0 <= mined.rows.max() <= 6
+    assert [len(values) for values in mined.positive_scores] == [2] * 4 + [1] * 32
+
+
+def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_row():
+    pytest.importorskip("bm25s")
+    texts = {"colour": "blue sky", "x": "green grass", "lost": "grey sky", "Blue sky!": "sky high", "z": "a b"}
+    mined = mine(None, [{"query": query, "positive": text} for query, text in texts.items()])
+    assert mined.rows.tolist() == [[-1] * 3, [-1] * 3, [-1] * 3, [0, 2, -1], [-1] * 3]
+    assert mined.scores[3, 0] > mined.scores[3, 1] and np.isneginf(mined.scores[3, 2])
+    assert mined.positive_scores[0] == 0
+
+
+# A cross-encoder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["top", "random"])
+def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(model, cross_encoder, pairs, sampling):
+    settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
+    mined = mine(model, pairs, cross_encoder=cross_encoder, cross_encoder_margin=1.0, **settings)
+    without = mine(model, pairs, range_max=12, num_negatives=12, relative_margin=0.0)
+    data = mined.data
+    for number, query in enumerate(data.queries):
+
+        def logits(rows: list[int], query: str = query) -> list[float]:
+            texts = [(query, data.documents[row].passage) for row in rows]
+            return cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist() if texts else []
+
+        before = [row for row in without.rows[number].tolist() if row >= 0]
+        bound = min(logits(data.positives[number])) - 1.0
+        passing = [row for row, score in zip(before, logits(before), strict=True) if score <= bound]
+        there = mined.rows[number] >= 0
+        found = mined.rows[number][there].tolist()
+        assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
+        assert sampling == "random" or found == passing[:2]
+        assert (np.diff(mined.scores[number][there]) <= 0).all()
+
+
+def test_a_cross_encoder_reads_no_more_than_it_takes_to_fill_up(model, pairs):
+    class Lenient:
+        read = 0
+
+        def predict(self, rows: list[Any], **settings: Any) -> np.ndarray:
+            self.read += len(rows)
+            return np.zeros(len(rows))
+
+    reader = Lenient()
+    mined = mine(model, pairs, cross_encoder=reader, cross_encoder_margin=0.0, range_max=30)
+    assert reader.read == 36 * 3 + 40 and (mined.rows >= 0).all()
+
+
+def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
+    tiny_config, tiny_tokenizer, pairs, tmp_path, monkeypatch
+):
+    live = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu").train()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
+    before = [
+        *(value.clone() for value in live.state_dict().values()),
+        *(p.grad.clone() for p in live.parameters() if p.grad is not None),
+    ]
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first, again = (mine(live, lines_of(pairs), sampling="random") for _ in range(2))
+    # In training mode dropout would give other scores each time.
+    assert first.rows.tolist() == again.rows.tolist() and first.scores.tolist() == again.scores.tolist()
+    assert all(module.training for module in live.modules()) and not list(tmp_path.iterdir())
+    assert torch.equal(torch.get_rng_state(), states[0]) and np.random.get_state()[1].tolist() == states[1]
+    after = [*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)]
+    assert all(map(torch.equal, before, after)) and len(before) == len(after)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mined(model: DualEncoder, pairs: Path, beir: Path) -> dict[str, Any]:
+    """Two negatives for every query of each source."""
+    return {name: mine(model, path, num_negatives=2) for name, path in (("pairs", pairs), ("beir", beir))}
+
+
+@pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
+@pytest.mark.parametrize("source", ["pairs", "beir"])
+def test_what_is_written_is_read_back_as_training_data(mined, tmp_path, output_format, source):
+    found, data = mined[source], mined[source].data
+    path = tmp_path / "new" / f"out.json{'' if output_format == 'dpr' else 'l'}"
+    path, report = write_mined(found, path, output_format)
+    training = load_training_data(path, num_hard_negatives=2, positives="first").dataset
+    expected = [
+        (data.queries[q], data.documents[positive].passage, {data.documents[row].passage for row in found.rows[q]})
+        for q, rows in enumerate(data.positives)
+        for positive in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
+    ]
+    read = [(row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training]
+    assert read == expected
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
+
+
+def test_scores_are_written_beside_their_passages(mined, tmp_path):
+    found = mined["beir"]
+    ntuples = lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])
+    pairs = lines_of(write_mined(found, tmp_path / "p.jsonl")[0])
+    expected = [(query, at) for query, count in enumerate(found.data.pair_counts) for at in range(count)]
+    for line, ntuple, (query, at) in zip(pairs, ntuples, expected, strict=True):
+        assert line["positive_score"] == found.positive_scores[query][at]
+        assert line["negative_scores"] == found.scores[query].tolist()
+        assert ntuple["scores"] == [line["positive_score"], *line["negative_scores"]]
+
+
+def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mined, tmp_path):
+    tevatron = lines_of(write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")[0])
+    dpr = json.loads(write_mined(mined["beir"], tmp_path / "d.json", "dpr")[0].read_text())
+    for line, record in zip(tevatron, dpr, strict=True):
+        assert list(line) == ["query_id", "query", "positive_passages", "negative_passages"]
+        number = int(line["query_id"].removeprefix("q"))
+        judged = [f"d{(3 * number + j) % 30}" for j in (0, 2)[: 2 - number % 2]]
+        assert [passage["docid"] for passage in line["positive_passages"]] == judged
+        assert set(record) == {"question", "answers", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs"}
+        for ours, theirs in (("positive_passages", "positive_ctxs"), ("negative_passages", "hard_negative_ctxs")):
+            assert all(list(passage) == ["docid", "title", "text", "score"] for passage in line[ours])
+            assert all(list(context) == ["passage_id", "title", "text", "score"] for context in record[theirs])
+            assert [list(passage.values()) for passage in line[ours]] == [list(c.values()) for c in record[theirs]]
+
+
+def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(model, tmp_path):
+    rows = [("q1", "the cat"), ("q1", "the dog"), ("q1", "the bird"), ("q2", "the fish")]
+    data = load_mining_data([{"query": query, "positive": positive} for query, positive in rows])
+    found = mine(model, data, num_negatives=2)
+    pairs, report = write_mined(found, tmp_path / "pairs.jsonl")
+    assert [len(line["negatives"]) for line in lines_of(pairs)] == [1, 1, 1, 2]
+    record = json.loads(report.read_text())
+    assert (record["queries"], record["queries_with_too_few"]) == (2, 1)
+    assert [line["query"] for line in lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])] == ["q2"]
+    with pytest.raises(DataError, match="no query has 4 negatives"):
+        write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")
+    assert not list(tmp_path.glob("none*"))
+
+
+def test_an_output_that_would_lose_something_is_refused(tmp_path):
+    (tmp_path / "there.jsonl").write_text("mine")
+    for name, output_format, words in [
+        ("there.jsonl", "pairs", "exists already"),
+        ("there.json", "pairs", "ends in .jsonl"),
+        ("", "pairs", "is a folder"),
+        ("x.jsonl", "csv", "output_format"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            check_output(tmp_path / name, output_format)
