@@ -33,11 +33,7 @@ def closest(word: object, words: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuse a setting that is none of the values allowed.
-
-    Raises:
-        ConfigError: naming the setting, its value, those allowed and the closest of them.
-    """
+    """Refuse a setting that is none of those allowed, by a ConfigError that names them and the closest."""
     allowed = tuple(allowed)
     if value not in allowed:
         shown = [str(x) for x in allowed if x is not None]

@@ -155,15 +155,6 @@ def test_all_ranks_hold_the_same_bank_to_the_bit(case: tuple[str, int], ranks: l
 
 
 @pytest.mark.slow
-def test_gradients_are_not_scaled_by_one_over_ranks(ranks: list[dict[str, Any]]) -> None:
-    """Averaging over ranks divides by their number, and every rank's loss is that of the whole batch already."""
-    world = len(ranks)
-    alone = run_steps(CASES[0], list(range(world)), world)
-    ratio = ranks[0][CASES[0]]["gradients"][0].norm() / alone["gradients"][0].norm()
-    assert ratio.item() == pytest.approx(1.0, abs=1e-10)
-
-
-@pytest.mark.slow
 def test_queries_of_rank_1_are_not_trained_towards_hard_negatives_of_rank_0(ranks: list[dict[str, Any]]) -> None:
     """Passages of all ranks come first among the columns, then the hard negatives of all; or labels point elsewhere."""
     world, n, h = len(ranks), 3, 2
@@ -184,9 +175,3 @@ def test_what_one_rank_cannot_use_stops_all_of_them(ranks: list[dict[str, Any]])
     for rank in ranks:
         assert "differ in hard negatives per query: 1, 2" in rank["refusals"]["hard negatives"]
         assert "empty on every rank" in rank["refusals"]["empty"]
-
-
-def test_gathering_alone_changes_nothing() -> None:
-    inputs, _ = micro_batch(0, 0, 4, 0)
-    loss = BankedInfoNCE(bank_size=0, gather_across_devices=True)(*inputs)
-    assert loss.item() == pytest.approx(cross_entropy(inputs[0] @ inputs[1].T, torch.arange(4)).item())
