@@ -41,26 +41,6 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
     assert loss_fn.drift_record()["bank_age"] == 2  # the first encoder's entries have just made room
 
 
-def test_a_moved_query_pushes_from_where_it_is_now() -> None:
-    """Softmax weights are those of the stored scores; the push on passages is that of the moved query."""
-    n = 64
-    old, fresh = [randn(n, D, seed=s) for s in (0, 1)], [randn(n, D, seed=s) for s in (2, 3)]
-    probe, shift = (randn(4, D, seed=4), randn(4, D, seed=5)), randn(D, seed=6)
-    loss_fn = BankedInfoNCE(bank_size=n, drift_compensation="mean")
-    loss_fn.observe_probe(*probe)
-    loss_fn(*old)
-    loss_fn.end_update()
-    loss_fn.observe_probe(probe[0] + shift, probe[1])
-    mine = [x.clone().requires_grad_() for x in fresh]
-    loss_fn(*mine).backward()
-    exact = [x.clone().requires_grad_() for x in fresh]
-    moved = torch.cat([torch.zeros(n, D), shift.expand(n, D)])
-    dense_loss([exact[0], old[0]], [exact[1], old[1]], list(range(2 * n)), n, 1.0, "dot", moved=moved).backward()
-    for a, b in zip(mine, exact, strict=True):
-        assert (a.grad - b.grad).abs().max() < 1e-12
-    assert not torch.allclose(moved[n:], torch.zeros(D, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(("bank_size", "n"), [(64, 16), (256, 16), (4096, 64)])
 def test_a_banked_query_pushes_from_where_it_is_now_whatever_wraps(bank_size: int, n: int) -> None:
     """Against a list of where the query tower was when each pair came, by a probe after every fourth micro-batch."""

@@ -137,7 +137,7 @@ def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(mode
     assert losses["known"][1] == pytest.approx(twice, rel=1e-5)
 
 
-def test_token_hash_is_blind_to_padding_and_sees_order(tiny_tokenizer: Any) -> None:
+def test_token_hash_is_blind_to_padding_sees_order_and_does_not_collide(tiny_tokenizer: Any) -> None:
     short = ["cat dog bird", "dog cat bird", "cat dog", "cat dog bird"]
     alone = [token_hashes(tiny_tokenizer([text], return_tensors="pt")).item() for text in short]
     right = token_hashes(tiny_tokenizer([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
@@ -146,12 +146,8 @@ def test_token_hash_is_blind_to_padding_and_sees_order(tiny_tokenizer: Any) -> N
     padded_left = token_hashes(left([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
     assert alone == right == padded_left
     assert len({*alone}) == 3 and alone[0] == alone[3]
-
-
-def test_token_hashes_do_not_collide_on_a_hundred_thousand_rows() -> None:
-    tokens = torch.randint(1000, (100_000, 3), generator=torch.Generator().manual_seed(0))
-    distinct = len({tuple(row) for row in tokens.tolist()})
-    assert len(set(token_hashes({"input_ids": tokens}).tolist())) == distinct
+    tokens = torch.randint(1000, (100_000, 3))
+    assert len(set(token_hashes({"input_ids": tokens}).tolist())) == len(tokens.unique(dim=0))
 
 
 def test_every_setting_of_the_loss_passes_through_under_its_own_name(model: DualEncoder) -> None:

@@ -70,15 +70,6 @@ def test_pairs_count_from_the_update_that_they_came_in() -> None:
     assert (counts, sums.tolist()) == ([0, 4, 2], [0, 18, 3])
 
 
-def test_entries_are_detached_and_copied() -> None:
-    bank = MemoryBank(4, 3)
-    queries = torch.ones(2, 3, requires_grad=True)
-    bank.enqueue(queries * 2, queries * 3)
-    queries.data.zero_()
-    assert not bank.queries.requires_grad and not bank.log_sums.requires_grad
-    assert torch.equal(bank.queries[:2], torch.full((2, 3), 2.0))
-
-
 def test_missing_ids_and_negatives_are_marked_and_a_slot_used_again_forgets_its_old_ones() -> None:
     bank, one = MemoryBank(2, 3, hard_negatives=2), torch.tensor([1])
     bank.enqueue(rows(1, 0), rows(1, 0), torch.ones(1, 1, 3), one, one, torch.tensor([[7]]))
@@ -105,24 +96,6 @@ def test_the_state_is_whole() -> None:
     for a, b in zip(bank.state_dict().values(), copy.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert (copy.first, copy.age, copy.limit) == (bank.first, bank.age, 50)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_storage_dtype_and_that_of_sums(dtype: torch.dtype) -> None:
-    bank = MemoryBank(2, 3, dtype=dtype)
-    bank.enqueue(rows(1, 1), rows(1, 2))
-    assert bank.passages.dtype == bank.queries.dtype == dtype
-    assert bank.log_sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert bank.passages[0].float().tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_are_never_used(bad: float) -> None:
-    bank, passages = MemoryBank(4, 3), rows(2, 0).clone()
-    passages[1, 1] = bad
-    bank.enqueue(rows(2, 0), passages)
-    assert (bank.absent < 0).all()
-    assert all(torch.isfinite(x).all() for x in (bank.columns, bank.queries, bank.log_sums, bank.positive))
 
 
 def test_what_does_not_fit_is_refused() -> None:

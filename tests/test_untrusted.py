@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.modules import Dense
 from transformers import AutoModel, BertForSequenceClassification
@@ -107,15 +106,6 @@ def test_pickled_weights_with_code_are_refused(
         weights.with_name(name).write_bytes(pickle.dumps(Payload(mark)))
     line = refused(kind, folder, mark)
     assert str(folder) in line and ("not a model" if form == "as safetensors" else "could run code") in line
-
-
-def test_weights_pickled_as_tensors_alone_are_read(harmless: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    ours, theirs = (DualEncoder.from_pretrained(x).state_dict() for x in (folder, harmless / "tied"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 # Code that a model folder brings, or names ---------------------------------------------------------------------------
