@@ -21,8 +21,7 @@ from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
 
-AGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Where the ranges of age begin by which the bank's share of the softmax is given, in updates."""
+AGES = (0, 1, 2, 4, 8, 16, 32, 64)  # updates: where ranges of age begin, for the bank's share of the softmax
 
 
 class BankedInfoNCE(nn.Module):
@@ -176,8 +175,9 @@ class BankedInfoNCE(nn.Module):
         local_losses = log_sum - scores.positive
         share = len(queries) + (bank_rows if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + bank_losses.sum()) / share
-        losses = (log_sum, local_losses, bank_losses, bank_rows)
-        return _MicroStep(leaves, units[1], pairs, scores, *losses, share, loss, means)
+        return _MicroStep(
+            leaves, units[1], pairs, scores, log_sum, local_losses, bank_losses, bank_rows, share, loss, means
+        )
 
     @torch.no_grad()
     def _diagnostics(self, step: _MicroStep) -> dict[str, Any]:
