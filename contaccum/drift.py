@@ -66,14 +66,11 @@ class RunningMean(nn.Module):
 
 
 class DriftProbe(nn.Module):
-    """What the embeddings of a few fixed texts did while the encoder learned, for both towers.
+    """What the embeddings (S, d) of a few fixed texts did while the encoder learned, for both towers.
 
     Their mean shift is that of the tower, far more exact than from means of ever new texts, because the texts do not
-    change; and what they did beyond it is what compensation leaves: it tells how old is too old.
-
-    Args:
-        shape: (S, d), of the embeddings of either tower.
-        life: pairs that the bank holds: how far back probes reach.
+    change; and what they did beyond it is what compensation leaves: it tells how old is too old. Probes reach back over
+    the ``life`` of a bank, in pairs.
     """
 
     embeddings: Tensor

@@ -73,13 +73,11 @@ class DualEncoder(SentenceTransformer):
             query_max_length, passage_max_length: tokens of a text, special tokens included. None: 32 and 256, or what
                 the backbone can take where that is less.
             similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
-            dtype: of the weights.
             tokenizer: name, folder or object; needed with a config, otherwise that of ``name``.
             trust_remote_code: run code that comes with the model. Off unless you have read it.
 
         Raises:
-            ConfigError: for arguments out of range or a config without a tokenizer.
-            UserError: when the backbone cannot be loaded.
+            UserError: when the backbone cannot be loaded; ConfigError for arguments out of range.
         """
         check_choice("pooling", pooling, ("cls", "mean", "lasttoken"))
         check_choice("dtype", dtype, DTYPES)
@@ -110,11 +108,7 @@ class DualEncoder(SentenceTransformer):
 
     @classmethod
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
-        """Load a saved model; keyword arguments are those of SentenceTransformer.
-
-        Raises:
-            UserError: when there is no such folder or model, or it cannot be read; see :func:`loading`.
-        """
+        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as :func:`loading` says."""
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
             return cls(name, **kwargs)
 
@@ -161,11 +155,7 @@ def is_tied(model: SentenceTransformer) -> bool:
 
 
 def set_max_lengths(model: SentenceTransformer, query: int | None = None, document: int | None = None) -> None:
-    """Truncate queries and documents at these numbers of tokens; None leaves the model's own limit.
-
-    Raises:
-        ConfigError: for a length below 3 or beyond the model's positions, or when the model has no tokens to count.
-    """
+    """Truncate queries and documents at these numbers of tokens, or by ConfigError refuse those that it cannot take."""
     for kind, option, length in (("query", "query_max_length", query), ("document", "passage_max_length", document)):
         if length is None:
             continue
@@ -183,11 +173,7 @@ def _positions(transformer: Any) -> int:
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the probability of every dropout in ``model``, modules and the numbers that attention reads.
-
-    Raises:
-        ConfigError: for a probability outside [0, 1).
-    """
+    """Set the probability, in [0, 1), of every dropout in ``model``, modules and the numbers that attention reads."""
     if not 0 <= probability < 1:
         raise ConfigError(f"dropout must be at least 0 and less than 1, got {probability!r}")
     for module in model.modules():
@@ -258,15 +244,14 @@ def require_model(name: str) -> None:
 def _refuse_own_classes(folder: Path) -> None:
     """Refuse classes of the folder's own choice in ``modules.json`` and in the settings of Routers.
 
-    sentence-transformers refuses names outside of its package. Inside, a dotted name reaches whatever its modules have
-    imported, so it must lead to a module of its own.
+    Inside of sentence-transformers too a dotted name reaches whatever its modules import: it must be one of its own.
     """
     file, own = folder / "modules.json", "sentence_transformers."
     modules = read_json(file, list) if file.is_file() else []
-    named = [(file, module["type"]) for module in modules]
+    named = [(file, str(module["type"])) for module in modules]
     for file in [folder / module["path"] / name for module in modules for name in _ROUTERS]:
         types = read_json(file).get("types") if file.is_file() else None
-        named += [(file, kind) for kind in types.values()] if isinstance(types, dict) else []
+        named += [(file, str(kind)) for kind in types.values()] if isinstance(types, dict) else []
     for file, kind in named:
         try:
             found: Any = import_from_string(kind) if kind.startswith(own) else None

@@ -1,7 +1,6 @@
 """Errors that are the user's to mend. The command line turns each into one line and exit code 2.
 
-Every message says what is wrong, where, and what to do about it. Anything else that escapes is a defect of
-ours and keeps its traceback (exit code 1).
+Every message says what is wrong, where, and what to do about it. Anything else that escapes is a defect of ours.
 """
 
 from __future__ import annotations

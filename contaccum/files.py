@@ -31,8 +31,7 @@ AnyPath = str | os.PathLike[str]
 def atomic_file(path: AnyPath) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; it takes the name ``path`` when the block ends well.
 
-    Raises:
-        UserError: when the folder cannot be written to, or the disk is full. What was at ``path`` is then untouched.
+    Otherwise what was there stays, and a UserError says that the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
@@ -49,12 +48,9 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
-    """A hidden folder beside ``path`` to fill; it takes the name ``path`` when the block ends well.
+    """A hidden folder beside ``path`` to fill; it takes the place of what is there when the block ends well.
 
-    A folder that lies at ``path`` already is replaced. One left over by a process that was killed is removed first.
-
-    Raises:
-        UserError: when it cannot be written, or the disk is full. What was at ``path`` is then untouched.
+    Errors are those of :func:`atomic_file`. What a process that was killed left over is removed first.
     """
     path = Path(path)
     part, old = path.with_name(f".writing-{path.name}"), path.with_name(f".replaced-{path.name}")
@@ -87,11 +83,7 @@ def write_json(path: AnyPath, content: Any) -> None:
 
 
 def read_json(path: AnyPath, kind: type = dict) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        DataError: when the file is missing, is not JSON, or its content is not of ``kind``.
-    """
+    """The content of a JSON file; DataError when it is missing, is not JSON, or its content is not of ``kind``."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -102,11 +94,7 @@ def read_json(path: AnyPath, kind: type = dict) -> Any:
 
 
 def require_writable(path: AnyPath) -> None:
-    """Make the folder of an output file and try it, before hours of work are lost to it.
-
-    Raises:
-        UserError: when ``path`` is a folder, or cannot be written.
-    """
+    """Make the folder of an output file and try it, before hours of work are lost to it; UserError when it fails."""
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")

@@ -74,11 +74,8 @@ class TowerGradNorms:
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
 
-        With a balancer these are the norms as balanced, and ``grad_norm_ratio_unbalanced`` is what they were; untied
-        towers' gradients are scaled by this call. Reads the device.
-
-        Args:
-            scale: what the loss was multiplied with (a gradient scaler's scale); divided out.
+        A gradient scaler's ``scale`` is divided out. With a balancer these are the norms as balanced,
+        ``grad_norm_ratio_unbalanced`` is what they were, and untied towers' gradients are scaled. Reads the device.
         """
         norms = self._embedding_norms() if self.tied else self._weight_norms()
         factors, self._factors, self._squares = self._factors, {}, {}

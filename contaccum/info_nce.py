@@ -1,8 +1,7 @@
 """BankedInfoNCE: the InfoNCE loss of a micro-batch whose rows and columns are extended by memory banks.
 
-It works on embeddings alone, so that any training loop can use it, and it owns the bank. It does not encode text
-and does not step an optimizer. Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m rows
-in the bank, d the embedding size.
+It works on embeddings alone, so that any training loop can use it, and owns the bank. It encodes no text and steps no
+optimizer. Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the embedding size.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class BankedInfoNCE(nn.Module):
     Raises:
         ConfigError (a ValueError): for settings out of range.
 
-    Source: arXiv 2406.12356; the "local" normalisation, the masks and the drift compensation are ours. docs/loops.md
-    has a training loop around it.
+    Source: arXiv 2406.12356; the "local" normalisation, the masks and the drift compensation are ours.
     """
 
     def __init__(
@@ -114,15 +112,12 @@ class BankedInfoNCE(nn.Module):
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The loss of one micro-batch; in training mode and with gradients enabled, also enqueues it.
+        """The loss of one micro-batch, a scalar; in training mode and with gradients enabled, also enqueues it.
 
         Args:
             queries, passages: (n, d); row i of ``passages`` is the positive of row i of ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same text.
-
-        Returns:
-            A scalar, float32 at least, differentiable once.
 
         Raises:
             ValueError: for shapes that do not agree, an embedding size other than the bank's.

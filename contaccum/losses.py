@@ -45,8 +45,7 @@ class ContAccumLoss(nn.Module):
         bank_size: rows of the passage bank; 0 is MultipleNegativesRankingLoss.
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
-        gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank. Otherwise
-            each has a bank of its own.
+        gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
         settings: any other of :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
 
     Raises:
@@ -85,9 +84,7 @@ class ContAccumLoss(nn.Module):
             raise ConfigError(f"scale must be a positive number, got {scale!r}")
         if similarity_fct not in (cos_sim, dot_score):
             name = getattr(similarity_fct, "__name__", similarity_fct)
-            raise ConfigError(
-                f"similarity_fct={name} is not supported: use sentence_transformers' cos_sim or dot_score"
-            )
+            raise ConfigError(f"similarity_fct={name} is not supported: use cos_sim or dot_score of its util")
         self.model, self.scale, self.similarity_fct = model, scale, similarity_fct
         given = inspect.signature(BankedInfoNCE).bind(
             bank_size=bank_size,
@@ -110,9 +107,7 @@ class ContAccumLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
 
-        Args:
-            labels: int64 (n, columns): an id for each text, equal for equal texts. Anything else is ignored, and ids
-                are content hashes of the tokens.
+        ``labels`` int64 (n, columns) are ids of the texts. Anything else is ignored, and ids are hashes of the tokens.
         """
         features = list(sentence_features)
         if len(features) < 2:
@@ -129,11 +124,7 @@ class ContAccumLoss(nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, ids: list[Tensor | None] | None = None
     ) -> Tensor:
-        """The loss of embedded columns: anchors (n, d), positives (n, d), any number of negatives (n, d).
-
-        Args:
-            ids: one int64 (n,) per column, or None; equal ids mean the same text.
-        """
+        """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives; with int64 ids."""
         ids = [None] * len(embeddings) if ids is None else ids
         negatives = torch.stack(embeddings[2:], dim=1) if len(embeddings) > 2 else None
         known = [x for x in ids[2:] if x is not None]
@@ -177,11 +168,7 @@ class ContAccumLoss(nn.Module):
         return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what :meth:`bank_state_dict` gave, on every rank.
-
-        Raises:
-            ConfigError: when the state was written with other settings, or holds banks of other ranks.
-        """
+        """Restore what :meth:`bank_state_dict` gave, on every rank; ConfigError when it has other settings or ranks."""
         state, ranks = dict(state), {key.split(".", 1)[0] for key in state if key.startswith(_OF_RANK)}
         if ranks and (self._shared or len(ranks) != world_size()):
             raise ConfigError(
@@ -297,10 +284,7 @@ class TextProbe:
     def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
         """Embeddings of this rank's share, queries and passages: (S, d) each, without dropout or any random number.
 
-        All ranks that share call it together.
-
-        Args:
-            features: of the present micro-batch.
+        All ranks that share call it together, with the ``features`` of the present micro-batch.
         """
         ranks, own = (world_size(), rank()) if self.shared else (1, 0)
         first, end = (self.texts * r // ranks for r in (own, own + 1))

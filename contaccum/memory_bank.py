@@ -21,9 +21,7 @@ from torch.autograd.function import once_differentiable
 from contaccum.errors import ConfigError
 from contaccum.pairs import NO_ID, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
 
-PAIRS_PER_ORIGIN = 64
-"""Pairs that share one note of where their tower's mean was, at most."""
-
+PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
 _PRODUCT_ROWS = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
 
 
@@ -35,13 +33,11 @@ class MemoryBank(nn.Module):
     it is detached, and everything that it needs to go on lies in its ``state_dict``.
 
     Args:
-        bank_size: rows m at most, at least 1.
+        bank_size: rows m at most, at least 1; for ``query_bank_size`` as many (None) or 0, which stores passages alone.
         dim: the embedding size d.
         hard_negatives: hard negatives h per entry. A micro-batch may bring fewer.
-        dtype: storage dtype of the embeddings.
-        query_bank_size: None or ``bank_size``: queries are stored too; 0: passages alone.
+        dtype: storage dtype of the embeddings; ``score_dtype`` that of sums, by default the same, float32 at least.
         temperature: divides similarities.
-        score_dtype: of scores and their sums. None: that of the embeddings, float32 at least.
 
     Raises:
         ConfigError (a ValueError): for sizes that there are no banks of.

@@ -186,6 +186,23 @@ def ids_of(n: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+def train(
+    loss_fn: ContAccumLoss, optimizer: torch.optim.Optimizer, steps: range, others: Any = None
+) -> list[tuple[float, int, int]]:
+    """An update every two micro-steps; loss, updates seen and columns of each micro-step."""
+    found = []
+    for step in steps:
+        loss = loss_fn(ids_of(16, step))
+        loss.backward()
+        found.append((loss.item(), loss_fn.info_nce.bank.updates, loss_fn.last["columns"]))
+        if others is not None:
+            others.step()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("part", ["all", "first", "last layer", "adapter"])
 def test_an_optimizer_that_holds_any_part_of_the_model_makes_an_update(
@@ -206,13 +223,8 @@ def test_an_optimizer_that_holds_any_part_of_the_model_makes_an_update(
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=fused)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     others = torch.optim.SGD([nn.Parameter(torch.ones(2)), *frozen], lr=0.1)
-    for step in range(6):
-        loss_fn(ids_of(4, step)).backward()
-        others.step()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert int(loss_fn.info_nce.bank.updates) == 2  # the last has no micro-step after it yet
+    updates = [updates for _, updates, _ in train(loss_fn, optimizer, range(6), others)]
+    assert updates == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("model", [False], indirect=True)
@@ -292,12 +304,10 @@ def test_a_loss_restored_between_two_updates_goes_on_as_if_nothing_had_happened(
     settings = {"bank_size": 200, "drift_compensation": drift}
     loss_fn = ContAccumLoss(model, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    set_to_eval(model)
-    for step in range(12):
-        loss_fn(ids_of(16, step)).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    for module in model.modules():  # no dropout, while the loss goes on training
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    train(loss_fn, optimizer, range(12))
     state = {key: value.clone() for key, value in loss_fn.bank_state_dict().items()}
     assert all(isinstance(value, torch.Tensor) for value in state.values())
     assert loss_fn.bank_state_dict(keep=False) == {}
@@ -307,24 +317,10 @@ def test_a_loss_restored_between_two_updates_goes_on_as_if_nothing_had_happened(
     found = []
     for each, encoder in ((loss_fn, model), (copied, other)):
         optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
-        found.append([])
-        for step in range(12, 18):
-            loss = each(ids_of(16, step))
-            loss.backward()
-            found[-1].append((loss.item(), int(each.info_nce.bank.updates), each.last["columns"]))
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+        found.append(train(each, optimizer, range(12, 18)))
     assert found[0] == found[1]
     with pytest.raises(ConfigError):
         ContAccumLoss(model, bank_size=100, drift_compensation=drift).load_bank_state_dict(state)
-
-
-def set_to_eval(model: nn.Module) -> None:
-    """No dropout, while the loss goes on training."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
 
 
 def test_banks_of_each_rank_s_own_go_into_one_state_and_back(
