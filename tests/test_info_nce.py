@@ -73,23 +73,6 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     assert gradients_apart(accumulated, full_batch(tensors, temperature, similarity)) <= 1e-12
 
 
-def test_passage_bank_alone_is_exact_for_queries_and_wrong_for_passages() -> None:
-    n, k = 4, 3
-    tensors = batch(n * k)
-    loss_fn = BankedInfoNCE(bank_size=n * (k - 1), query_bank_size=0, drift_compensation="none")
-    queries, passages = accumulate(loss_fn, tensors, n)
-    full_queries, full_passages = full_batch(tensors, 1.0, "dot")
-    assert (queries.grad - full_queries.grad).abs().max() <= 1e-12
-    # What is missing: the repulsion of the other micro-batches' queries, sum_i p(i, j) q_i over rows i of others.
-    probabilities = (full_queries.detach() @ full_passages.detach().T).softmax(1)
-    others = torch.ones(n * k, n * k, dtype=torch.bool)
-    for start in range(0, n * k, n):
-        others[start : start + n, start : start + n] = False
-    missing = (probabilities * others).T @ full_queries.detach() / (n * k)
-    assert missing.abs().max() > 1e-3
-    assert (passages.grad + missing - full_passages.grad).abs().max() <= 1e-12
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "cos": {"similarity": "cos", "temperature": 0.05},
     "dot in the hundreds": {"temperature": 0.05},
