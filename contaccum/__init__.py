@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from contaccum.version import __version__
+from contaccum.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from contaccum.encoders import DualEncoder
-    from contaccum.info_nce import BankedInfoNCE
-    from contaccum.losses import ContAccumLoss
-    from contaccum.memory_bank import MemoryBank
-    from contaccum.training.arguments import ContAccumTrainingArguments
-    from contaccum.training.trainer import ContAccumTrainer
+    from contaccum.encoders import DualEncoder as DualEncoder
+    from contaccum.info_nce import BankedInfoNCE as BankedInfoNCE
+    from contaccum.losses import ContAccumLoss as ContAccumLoss
+    from contaccum.memory_bank import MemoryBank as MemoryBank
+    from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
+    from contaccum.training.trainer import ContAccumTrainer as ContAccumTrainer
 
 _HOMES = {
     "MemoryBank": "contaccum.memory_bank",
@@ -26,16 +26,7 @@ _HOMES = {
     "ContAccumTrainer": "contaccum.training.trainer",
     "ContAccumTrainingArguments": "contaccum.training.arguments",
 }
-
-__all__ = [
-    "BankedInfoNCE",
-    "ContAccumLoss",
-    "ContAccumTrainer",
-    "ContAccumTrainingArguments",
-    "DualEncoder",
-    "MemoryBank",
-    "__version__",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from contaccum.pairs import NO_ID, Ids
+
 
 def world_size() -> int:
     """Ranks of the default process group, 1 without one."""
@@ -24,7 +26,7 @@ def rank() -> int:
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of every rank's ``value``; the value itself without a process group."""
+    """The sum of every rank's ``value``."""
     if world_size() > 1:
         value = value.clone()
         dist.all_reduce(value)
@@ -40,18 +42,7 @@ def from_first_rank(value: Tensor) -> Tensor:
     return value.cpu()
 
 
-def agree(value: int, device: torch.device) -> int:
-    """The least of every rank's ``value``, for what must never differ: a rank that goes another way stops all."""
-    if world_size() > 1:
-        shared = torch.tensor(value, device=device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MIN)
-        value = int(shared)
-    return value
-
-
-def gather_batch(
-    embeddings: list[Tensor], ids: tuple[Tensor | None, ...], no_id: int
-) -> tuple[list[Tensor], tuple[Tensor | None, ...], slice]:
+def gather_batch(embeddings: list[Tensor], ids: Ids) -> tuple[list[Tensor], Ids, slice]:
     """Concatenate every rank's micro-batch in rank order; micro-batches may differ in length, and be empty.
 
     Two collectives carry it, one for embeddings and one for ids, after one that says what will come: on an accelerator
@@ -59,8 +50,6 @@ def gather_batch(
 
     Args:
         embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d), with this rank's n; detached.
-        ids: int64 (n,), (n,) and (n, h), or None.
-        no_id: stands for the ids of a rank that has none while others do.
 
     Returns:
         The embeddings (N, ...), the ids (N, ...) and the slice of this rank's rows, N being the sum of all n.
@@ -85,14 +74,14 @@ def gather_batch(
     everyone = [part.reshape(-1, *x.shape[1:]).contiguous() for part, x in zip(parts, embeddings, strict=True)]
     anywhere = every[:, 4:].any(0).tolist()
     if not any(anywhere):
-        return everyone, (None,) * len(ids), own
+        return everyone, Ids(), own
     columns = [
-        facts.new_full((n, width), no_id) if x is None else x.to(facts).reshape(n, width)
+        facts.new_full((n, width), NO_ID) if x is None else x.to(facts).reshape(n, width)
         for x, width in zip(ids, (1, 1, h), strict=True)
     ]
     query_ids, passage_ids, negative_ids = _all_gather(torch.cat(columns, dim=1), lengths).split([1, 1, h], dim=1)
     found = (query_ids[:, 0], passage_ids[:, 0], negative_ids)
-    return everyone, tuple(x if known else None for known, x in zip(anywhere, found, strict=True)), own
+    return everyone, Ids(*(x if known else None for known, x in zip(anywhere, found, strict=True))), own
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
@@ -100,16 +89,13 @@ def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[s
 
     They travel as safetensors: nothing that arrives is executed.
     """
-    if world_size() == 1:
-        return [{name: value.cpu() for name, value in state.items()}]
     data = save({name: value.cpu().contiguous() for name, value in state.items()})
     content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     lengths = _all_gather(torch.tensor([[len(data)]], device=device), world_size() * [1])[:, 0].tolist()
-    joined = _all_gather(content, lengths)
-    return [load(part.cpu().numpy().tobytes()) for part in joined.split(lengths)]
+    return [load(part.cpu().numpy().tobytes()) for part in _all_gather(content, lengths).split(lengths)]
 
 
-def _all_gather(rows: Tensor, lengths: list[int] | tuple[int, ...]) -> Tensor:
+def _all_gather(rows: Tensor, lengths: list[int]) -> Tensor:
     # all_gather wants one shape everywhere, so that short parts travel padded.
     padded = rows
     if len(rows) < max(lengths):

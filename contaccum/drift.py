@@ -15,42 +15,27 @@ from torch import Tensor, nn
 from contaccum.memory_bank import PAIRS_PER_ORIGIN
 
 DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
-MOVES_ENTRIES = ("auto", "mean")
-"""Those that follow the encoder; the others need no measurement of it."""
-
-RESIDUAL_BOUND = 0.08
-"""What may be left of an entry's drift once the mean shift is taken off, in units of its tower's spread."""
-
-PROBES = 32
-"""Probes over the life of a bank; for a larger bank they are further apart."""
+MOVES_ENTRIES = ("auto", "mean")  # these follow the encoder; the others need no measurement of it
+HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean has fallen to 1/e
+RESIDUAL_BOUND = 0.08  # of an entry's drift without the mean shift, in units of its tower's spread: beyond, it retires
+PROBES = 32  # over the life of a bank; for a larger bank they are further apart
 
 
 class RunningMean(nn.Module):
-    """Exponentially weighted mean of one tower's embeddings, the compensation ``"mean"`` of drift.
+    """Exponentially weighted mean of one tower's embeddings (n, d), the compensation ``"mean"`` of drift.
 
     An entry is stored as ``x - mean then`` and used as ``stored + mean now``: it moves along with its tower, at the
     cost of one vector instead of one per entry.
-
-    Args:
-        dim: the embedding size d.
-        horizon: pairs after which an old embedding's weight has fallen to 1/e. Shorter follows faster, longer is
-            less noisy; the same number means the same thing at any micro-batch size.
     """
 
-    mean: Tensor
-    weight: Tensor
-    variance: Tensor
+    mean: Tensor  # (d,)
+    weight: Tensor  # total seen so far, in [0, 1]: divides out the zeros that the averages start from
+    variance: Tensor  # running squared distance of embeddings from the mean, summed over dimensions
 
-    def __init__(
-        self, dim: int, horizon: float = 128.0, dtype: torch.dtype = torch.float32, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
         super().__init__()
-        self.horizon = horizon
-        self.register_buffer("mean", torch.zeros(dim, dtype=dtype, device=device))
-        # Total weight seen so far, in [0, 1]: divides out the zeros that the averages start from.
-        self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device))
-        # Running squared distance of embeddings from the mean, summed over dimensions.
-        self.register_buffer("variance", torch.zeros((), dtype=dtype, device=device))
+        for name, shape in (("mean", (dim,)), ("weight", ()), ("variance", ())):
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
 
     def after(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; :meth:`set` takes it.
@@ -64,9 +49,9 @@ class RunningMean(nn.Module):
         within, away, seen = variances.sum(), fresh - self.mean, self.weight > 0
         distance = away @ away
         # What |fresh - mean|^2 is on average when nothing moved: the variances of the two means.
-        noise = self.variance * (1 / n + 1 / (2 * self.horizon))
+        noise = self.variance * (1 / n + 1 / (2 * HORIZON))
         jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0) * (seen if n > 1 else 0)
-        step = -math.expm1(-n / self.horizon)
+        step = -math.expm1(-n / HORIZON)
         weight = self.weight * (1 - step) + step
         gain = step / weight
         spread = torch.where(seen & (jump == 0), within + distance, within * (n / max(n - 1, 1)))
@@ -81,15 +66,11 @@ class RunningMean(nn.Module):
 
 
 class DriftProbe(nn.Module):
-    """What the embeddings of a few fixed texts did while the encoder learned, for both towers.
+    """What the embeddings (S, d) of a few fixed texts did while the encoder learned, for both towers.
 
-    The texts are encoded again every so often. Their mean shift is that of the tower, far more exact than from means of
-    ever new texts, because the texts do not change; and what they did beyond it is what compensation leaves: it tells
-    how old is too old.
-
-    Args:
-        shape: (S, d), of the embeddings of either tower.
-        life: pairs that the bank holds: how far back probes reach.
+    Their mean shift is that of the tower, far more exact than from means of ever new texts, because the texts do not
+    change; and what they did beyond it is what compensation leaves: it tells how old is too old. Probes reach back over
+    the ``life`` of a bank, in pairs.
     """
 
     embeddings: Tensor
@@ -127,11 +108,8 @@ class DriftProbe(nn.Module):
         return (_variance(now - probes[:-1]) / _variance(now).clamp_min(1e-24)).sqrt()
 
     def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
-        """Pairs of training after which an entry has drifted further than ``bound``; infinite when none has.
-
-        Args:
-            residuals: of one tower, (probes - 1,), as :meth:`residuals` gives them. In between they are interpolated.
-        """
+        """Pairs of training after which an entry has drifted further than ``bound``, infinite when none has, by the
+        :meth:`residuals` (probes - 1,) of one tower, interpolated."""
         before, less = 0.0, 0.0
         for pairs, residual in zip(self.pairs[-2::-1], reversed(residuals.tolist()), strict=True):
             age = self.pairs[-1] - pairs
@@ -141,16 +119,12 @@ class DriftProbe(nn.Module):
         return math.inf
 
     def record(self, oldest: int) -> dict[str, float]:
-        """Drift over the life of the bank, or over as much of it as is known; empty before the second probe.
-
-        Args:
-            oldest: age in updates of the bank's oldest entry.
+        """Drift over the life of a bank whose oldest entry is ``oldest`` updates old, or as much of it as is known.
 
         Returns:
-            ``drift_age`` (updates between the two probes compared); for each tower ``drift_cosine_query`` and
-            ``drift_cosine_passage`` (mean cosine of a text's embeddings then and now), ``drift_shift_...`` (length of
-            the mean shift, in units of the texts' root mean squared distance from their mean) and
-            ``drift_residual_...`` (what is left without the mean shift, in the same units). Reads the device.
+            ``drift_age`` (updates between the two probes compared); for each tower ``drift_cosine_...`` (of a text's
+            embeddings then and now), ``drift_shift_...`` (length of the mean shift, in units of the texts' root mean
+            squared distance from their mean) and ``drift_residual_...`` (what is left without it). Reads the device.
         """
         ages = [self.updates[-1] - update for update in self.updates[:-1]]
         if not ages:
@@ -169,7 +143,6 @@ class DriftProbe(nn.Module):
         return torch.tensor([self.pairs, self.updates])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on from :meth:`get_extra_state`."""
         self.pairs, self.updates = state.tolist()
 
 

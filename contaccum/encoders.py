@@ -1,8 +1,7 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer, tied or untied.
 
 What it saves, `SentenceTransformer(path)` loads. Loading, pooling, prompts and routing are sentence-transformers';
-this module puts the pieces together, adds the names that retrieval code expects, and turns what cannot or must not be
-loaded into one line.
+this module puts the pieces together, adds BEIR's names, and turns what cannot or must not be loaded into one line.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from contaccum.errors import ConfigError, UserError, check_choice
-from contaccum.files import read_json
+from contaccum.files import AnyPath, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-AnyPath = str | os.PathLike[str]
 
 
 class DualEncoder(SentenceTransformer):
     """A SentenceTransformer for retrieval: ``encode_query`` / ``encode_document``, and one tower for each.
 
-    Make one from a bare backbone with :meth:`from_backbone`, or load a saved model (any SentenceTransformer) with
-    ``DualEncoder(path)`` or :meth:`from_pretrained`. Untied towers are the routes "query" and "document" of a Router.
+    :meth:`from_backbone` makes one from a bare backbone, :meth:`from_pretrained` loads a saved SentenceTransformer.
+    Untied towers are the routes "query" and "document" of a Router.
 
     Example::
 
@@ -75,13 +73,11 @@ class DualEncoder(SentenceTransformer):
             query_max_length, passage_max_length: tokens of a text, special tokens included. None: 32 and 256, or what
                 the backbone can take where that is less.
             similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
-            dtype: of the weights.
             tokenizer: name, folder or object; needed with a config, otherwise that of ``name``.
             trust_remote_code: run code that comes with the model. Off unless you have read it.
 
         Raises:
-            ConfigError: for arguments out of range or a config without a tokenizer.
-            UserError: when the backbone cannot be loaded.
+            UserError: when the backbone cannot be loaded; ConfigError for arguments out of range.
         """
         check_choice("pooling", pooling, ("cls", "mean", "lasttoken"))
         check_choice("dtype", dtype, DTYPES)
@@ -112,11 +108,7 @@ class DualEncoder(SentenceTransformer):
 
     @classmethod
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
-        """Load a saved model; keyword arguments are those of SentenceTransformer.
-
-        Raises:
-            UserError: when there is no such folder or model, or it cannot be read; see :func:`loading`.
-        """
+        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as :func:`loading` says."""
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
             return cls(name, **kwargs)
 
@@ -139,25 +131,14 @@ class DualEncoder(SentenceTransformer):
         """Embed queries, as BEIR calls it: (len(queries), d). Keyword arguments are those of ``encode_query``."""
         return self.encode_query(list(queries), batch_size=batch_size, **kwargs)
 
-    def encode_corpus(
-        self, corpus: Sequence[dict[str, str]] | dict[str, list[str]], batch_size: int = 32, **kwargs: Any
-    ) -> Any:
-        """Embed passages, as BEIR calls it: (len(corpus), d).
-
-        Args:
-            corpus: dicts with "text" and optionally "title", or one dict of two lists. A passage is its title, a
-                space, and its text.
-        """
-        if isinstance(corpus, dict):
-            titles = corpus.get("title") or [""] * len(corpus["text"])
-            corpus = [{"title": t, "text": x} for t, x in zip(titles, corpus["text"], strict=True)]
+    def encode_corpus(self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any) -> Any:
+        """Embed passages, as BEIR calls it: (len(corpus), d). A passage is its "title" if any, a space, its "text"."""
         texts = [f"{doc.get('title') or ''} {doc.get('text') or ''}".strip() for doc in corpus]
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
 
 
 def tower(model: SentenceTransformer, task: str) -> nn.Module:
-    """The part of a SentenceTransformer that encodes ``task``, "query" or "document": the route of a leading Router,
-    else the whole model."""
+    """What encodes ``task``, "query" or "document": the route of a leading Router, else the whole model."""
     first = model[0]
     if not isinstance(first, Router):
         return model
@@ -174,20 +155,15 @@ def is_tied(model: SentenceTransformer) -> bool:
 
 
 def set_max_lengths(model: SentenceTransformer, query: int | None = None, document: int | None = None) -> None:
-    """Truncate queries and documents at these numbers of tokens; None leaves the model's own limit.
-
-    Raises:
-        ConfigError: for a length below 3 or beyond the model's positions, or when the model has no tokens to count.
-    """
+    """Truncate queries and documents at these numbers of tokens, or by ConfigError refuse those that it cannot take."""
     for kind, option, length in (("query", "query_max_length", query), ("document", "passage_max_length", document)):
         if length is None:
             continue
         module = next(tower(model, kind).children())
         if not hasattr(module, f"{kind}_length"):
-            raise ConfigError(f"{option} needs a transformer that tokenises text; this model starts otherwise")
+            raise ConfigError(f"{option} needs a transformer that tokenizes text; this model starts otherwise")
         if not 3 <= length <= _positions(module):
-            limit = f"3 (two are special tokens) to {_positions(module)} tokens"
-            raise ConfigError(f"{option}={length}: this model takes {limit}")
+            raise ConfigError(f"{option}={length}: this model takes 3 to {_positions(module)} tokens")
         setattr(module, f"{kind}_length", length)
 
 
@@ -197,28 +173,19 @@ def _positions(transformer: Any) -> int:
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the probability of every dropout in ``model``, modules and the attributes that attention reads.
-
-    Raises:
-        ConfigError: for a probability outside [0, 1).
-    """
+    """Set the probability, in [0, 1), of every dropout in ``model``, modules and the numbers that attention reads."""
     if not 0 <= probability < 1:
         raise ConfigError(f"dropout must be at least 0 and less than 1, got {probability!r}")
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base class of all of torch's dropouts
             module.p = probability
         for name in ("attention_dropout", "dropout_prob", "dropout_p"):
-            # Some architectures keep attention's probability as a plain number and call the functional form.
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, probability)
 
 
 def freeze_word_embeddings(model: nn.Module) -> None:
-    """Exclude the word embeddings of every backbone in ``model`` from training.
-
-    Raises:
-        ConfigError: when there is no backbone with word embeddings.
-    """
+    """Exclude the word embeddings of every backbone in ``model`` from training; ConfigError when there is none."""
     backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not backbones:
         raise ConfigError("freeze_word_embeddings needs a transformers backbone; this model has none")
@@ -227,11 +194,7 @@ def freeze_word_embeddings(model: nn.Module) -> None:
 
 
 def set_attention(model: nn.Module, implementation: str) -> None:
-    """Choose how every backbone in ``model`` computes attention, by transformers' name for it.
-
-    Raises:
-        ConfigError: for a name that transformers does not know, or cannot use here.
-    """
+    """Choose how backbones compute attention, by transformers' name for it; ConfigError for one that it has not."""
     for backbone in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
         try:
             backbone.set_attn_implementation(implementation)
@@ -244,62 +207,46 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     """Around whatever loads a model (an encoder, a cross-encoder, a checkpoint): gives the name with ``~`` expanded.
 
     Raises:
-        UserError: before, when there is no such model, or its folder names code of its own and that is not trusted;
-            after, when it cannot be read or holds a pickle with more than tensors, which is then not unpickled.
+        UserError: when there is no such model, it cannot be read, or it brings code that is not trusted: a class of its
+            own, or a pickle with more than tensors. Nothing of it runs then.
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
     try:
         if not trust_remote_code:
-            _check_classes(Path(path))
+            _refuse_own_classes(Path(path))
         yield path
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path}: holds a pickle with more than weights in it, which could run code; it was not read. Get the "
-            "weights as safetensors from somebody you trust"
-        ) from error
-    except SafetensorError as error:  # a download or copy that broke off, or another format under this name
-        raise UserError(f"{path}: its weights are damaged ({error}); save or fetch it again") from error
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: holds a pickle with more than tensors, which could run code; not read") from error
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 
 def require_model(name: str) -> None:
-    """Refuse a name that is neither a folder nor a hub name that can be had now.
+    """Refuse, by a UserError, a name that is neither a folder nor a hub name that can be had now.
 
     sentence-transformers asks the hub many times, for more than a minute where it cannot be reached; this asks once.
-
-    Raises:
-        UserError: saying which of the two it is.
     """
     if os.path.isdir(name):
         return
-    if os.path.isfile(name):
-        raise UserError(f"{name}: is a file; name the folder that the model was saved to")
-    if os.path.isabs(name) or name.startswith(".") or name.count("/") > 1 or not name.strip("/"):
+    if os.path.exists(name) or name.startswith((".", "/")) or name.count("/") > 1:
         raise UserError(f"{name}: no such model folder")
     names = [name] if "/" in name else [name, f"sentence-transformers/{name}"]
     try:
         if not any(isinstance(try_to_load_from_cache(repo, "config.json"), str) for repo in names):
             HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
-        return  # the hub was asked; the library knows other names for a model, and says what it looked for
+        return  # the library knows other names for a model, and says what it looked for
     except Exception as error:  # what is raised without a network is the affair of the hub's HTTP client
-        raise UserError(
-            f"{name}: no such folder, and the model hub cannot be asked for it ({error}). Pass the path of a saved "
-            "model, or try again online"
-        ) from error
+        raise UserError(f"{name}: no such folder, and the model hub cannot be asked for it ({error})") from error
 
 
-def _check_classes(folder: Path) -> None:
+def _refuse_own_classes(folder: Path) -> None:
     """Refuse classes of the folder's own choice in ``modules.json`` and in the settings of Routers.
 
-    sentence-transformers refuses names outside of its package by itself. Inside, a dotted name reaches whatever its
-    modules have imported, so it must lead to a module of its own.
+    Inside of sentence-transformers too a dotted name reaches whatever its modules import: it must be one of its own.
     """
-    file = folder / "modules.json"
+    file, own = folder / "modules.json", "sentence_transformers."
     modules = read_json(file, list) if file.is_file() else []
     named = [(file, str(module["type"])) for module in modules]
     for file in [folder / module["path"] / name for module in modules for name in _ROUTERS]:
@@ -307,17 +254,16 @@ def _check_classes(folder: Path) -> None:
         named += [(file, str(kind)) for kind in types.values()] if isinstance(types, dict) else []
     for file, kind in named:
         try:
-            found: Any = import_from_string(kind) if kind.startswith(_OWN) else None
-        except ImportError as error:
-            raise UserError(f"{file}: names {kind!r}, which this sentence-transformers does not have") from error
-        if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.startswith(_OWN)):
+            found: Any = import_from_string(kind) if kind.startswith(own) else None
+        except ImportError:
+            found = None
+        if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.startswith(own)):
             raise UserError(
-                f"{file}: names {kind!r}, which is no module of sentence-transformers: loading it runs code that the "
-                "folder chose. If you have read that code and trust it, pass --trust_remote_code"
+                f"{file}: names {kind!r}, which is no module of sentence-transformers but code of the folder's choice. "
+                "If you have read it and trust it, pass --trust_remote_code"
             )
 
 
-_OWN = "sentence_transformers."
 _ROUTERS = ("router_config.json", "config.json")  # the latter is what older versions wrote
 
 

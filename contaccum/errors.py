@@ -1,7 +1,6 @@
 """Errors that are the user's to mend. The command line turns each into one line and exit code 2.
 
-Every message says what is wrong, where, and what to do about it. Anything else that escapes is a defect of
-ours and keeps its traceback (exit code 1).
+Every message says what is wrong, where, and what to do about it. Anything else that escapes is a defect of ours.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ def closest(word: object, words: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuse a setting that is none of the values allowed.
-
-    Raises:
-        ConfigError: naming the setting, its value, those allowed and the closest of them.
-    """
+    """Refuse a setting that is none of those allowed, by a ConfigError that names them and the closest."""
     allowed = tuple(allowed)
     if value not in allowed:
         shown = [str(x) for x in allowed if x is not None]

@@ -1,7 +1,6 @@
 """Writing files whole or not at all, naming their content, and keeping credentials out of them.
 
-Everything that the package writes for somebody to read later goes through here: results, logs' records, stores,
-checkpoints. It knows no format but JSON.
+Everything that the package writes for somebody to read later goes through here. It knows no format but JSON.
 """
 
 from __future__ import annotations
@@ -16,48 +15,31 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from contaccum.errors import DataError, UserError
 from contaccum.version import __version__
 
 AnyPath = str | os.PathLike[str]
 
-_NO_ROOM = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EEXIST,
-)
-
-
-# Whole or not at all -------------------------------------------------------------------------------------------------
-
 
 @contextmanager
 def atomic_file(path: AnyPath) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; it takes the name ``path`` when the block ends well.
 
-    Raises:
-        UserError: when the folder cannot be written to, or the disk is full. What was at ``path`` is then untouched.
+    Otherwise what was there stays, and a UserError says that the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
+    part = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     with _disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        os.close(handle)
-        part = Path(name)
         try:
             yield part
             _flush(part)
-            part.chmod(0o666 & ~_umask())  # a temporary file is private; a result is as readable as any other
             os.replace(part, path)
             _flush(path.parent)
         finally:
@@ -66,33 +48,27 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
-    """A hidden folder beside ``path`` to fill; it takes the name ``path`` when the block ends well.
+    """A hidden folder beside ``path`` to fill; it takes the place of what is there when the block ends well.
 
-    A folder that lies at ``path`` already is replaced. One left over by a process that was killed is removed first.
-
-    Raises:
-        UserError: when it cannot be written, or the disk is full. What was at ``path`` is then untouched.
+    Errors are those of :func:`atomic_file`. What a process that was killed left over is removed first.
     """
     path = Path(path)
-    part = path.with_name(f".writing-{path.name}")
+    part, old = path.with_name(f".writing-{path.name}"), path.with_name(f".replaced-{path.name}")
     with _disk_errors(path):
-        shutil.rmtree(part, ignore_errors=True)
+        for left in (part, old):
+            shutil.rmtree(left, ignore_errors=True)
         part.mkdir(parents=True)
         try:
             yield part
             for file in [*part.rglob("*"), part]:
                 _flush(file)
             if path.exists():
-                old = path.with_name(f".replaced-{path.name}")
-                shutil.rmtree(old, ignore_errors=True)
                 path.rename(old)
-                part.rename(path)
-                shutil.rmtree(old)
-            else:
-                part.rename(path)
+            part.rename(path)
             _flush(path.parent)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
@@ -107,11 +83,7 @@ def write_json(path: AnyPath, content: Any) -> None:
 
 
 def read_json(path: AnyPath, kind: type = dict) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        DataError: when the file is missing, is not JSON, or its content is not of ``kind``.
-    """
+    """The content of a JSON file; DataError when it is missing, is not JSON, or its content is not of ``kind``."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -122,20 +94,17 @@ def read_json(path: AnyPath, kind: type = dict) -> Any:
 
 
 def require_writable(path: AnyPath) -> None:
-    """Make the folder of an output file and try it, before hours of work are lost to it.
-
-    Raises:
-        UserError: when ``path`` is a folder or a link to another place, or cannot be written.
-    """
+    """Make the folder of an output file and try it, before hours of work are lost to it; UserError when it fails."""
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    if path.is_symlink():
-        raise UserError(f"{path}: is a link to {os.readlink(path)}, which would be written to; remove the link")
     with _disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
@@ -145,28 +114,16 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM:  # what is read while writing may fail too
             raise
-        mend = "free some space, or name another place"
-        raise UserError(f"{path}: cannot be written ({error.strerror}); {mend}") from error
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free space, or name another place") from error
 
 
 def _flush(path: Path) -> None:
     """Force a file, or the names in a folder, to the disk."""
-    if path.is_dir() and os.name == "nt":  # Windows opens no folder
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# Names of content ----------------------------------------------------------------------------------------------------
 
 
 class Fingerprint:
@@ -179,9 +136,10 @@ class Fingerprint:
     def add(self, *values: Any) -> None:
         """Texts and bytes as they are, anything else as JSON."""
         for value in values:
-            data = value if isinstance(value, (bytes, bytearray, memoryview)) else _as_text(value).encode()
-            self._hash.update(len(data).to_bytes(8, "little"))
-            self._hash.update(data)
+            if not isinstance(value, (bytes, bytearray, memoryview)):
+                value = (value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)).encode()
+            self._hash.update(len(value).to_bytes(8, "little"))
+            self._hash.update(value)
 
     def hex(self) -> str:
         """64 hexadecimal digits."""
@@ -193,10 +151,6 @@ def fingerprint(*values: Any) -> str:
     return Fingerprint(*values).hex()
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-
-
 def cache_folder(*parts: str) -> Path:
     """``$CONTACCUM_CACHE``, else ``contaccum`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; ``~`` is expanded in both."""
     root = os.environ.get("CONTACCUM_CACHE")
@@ -205,29 +159,13 @@ def cache_folder(*parts: str) -> Path:
     return Path(root).expanduser().joinpath(*parts)
 
 
-# What lies beside every result ---------------------------------------------------------------------------------------
-
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "sentence-transformers",
-    "accelerate",
-    "datasets",
-    "numpy",
-    "faiss-cpu",
-    "faiss-gpu",
-    "pytrec-eval-terrier",
-)
-
-
 def package_versions() -> dict[str, str]:
     """{package: version} of Python, contaccum and what decides its numbers, of those that are installed."""
     versions = {"python": platform.python_version(), "contaccum": __version__}
-    for name in _PACKAGES:
-        try:
+    libraries = ["torch", "transformers", "sentence-transformers", "accelerate", "datasets"]
+    for name in [*libraries, "faiss-cpu", "faiss-gpu", "pytrec-eval-terrier"]:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -239,28 +177,21 @@ def git_commit() -> str | None:
         return None
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None
 
-
-# Credentials ---------------------------------------------------------------------------------------------------------
 
 _SECRET_NAMES = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I)
-_SHORTEST_SECRET = 8  # characters: a shorter value would blank half of what is said
 _IN_URL = re.compile(r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I)  # one slash is what a path makes of two
 
 
 def redact(text: str) -> str:
     """``text`` with ``<NAME>`` for the value of each credential in the environment, and ``***@`` for those of URLs."""
-    found = {
-        value: name
-        for name, value in os.environ.items()
-        if _SECRET_NAMES.search(name) and len(value) >= _SHORTEST_SECRET and not os.path.exists(value)
-    }
-    for value in sorted(found, key=len, reverse=True):
-        text = text.replace(value, f"<{found[value]}>")
+    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
+        # A shorter value would blank half of what is said, and a path says where a key lies.
+        if len(value) >= 8 and value in text and _SECRET_NAMES.search(name) and not os.path.exists(value):
+            text = text.replace(value, f"<{name}>")
     return _IN_URL.sub(r"\1***@", text)
 
 

@@ -20,6 +20,8 @@ from contaccum.distributed import sum_over_ranks, world_size
 from contaccum.encoders import is_tied, tower
 
 BALANCES = ("none", "geometric")
+_TASKS = {"query": "query", "passage": "document"}  # names here, and those of sentence-transformers
+_HORIZON = 10.0  # updates after which an old norm's weight has fallen to 1/e
 
 
 class GradNormBalancer(nn.Module):
@@ -27,25 +29,21 @@ class GradNormBalancer(nn.Module):
 
     The product of the factors is 1, so that the step as a whole keeps its size. Norms are averaged as logarithms, so
     that one wild update counts once and not by its size.
-
-    Args:
-        horizon: updates after which an old norm's weight has fallen to 1/e.
     """
 
-    log_norms: Tensor
+    log_norms: Tensor  # (2,): query, passage
     weight: Tensor
 
-    def __init__(self, horizon: float = 10.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.horizon = horizon
-        self.register_buffer("log_norms", torch.zeros(2))  # query, passage
+        self.register_buffer("log_norms", torch.zeros(2))
         self.register_buffer("weight", torch.zeros(()))
 
     def observe(self, query: float, passage: float) -> None:
         """Take in the norms of an update, before balancing. Norms of 0, infinite or NaN are passed over."""
         if not (0 < query < math.inf and 0 < passage < math.inf):
             return
-        step = -math.expm1(-1 / self.horizon)
+        step = -math.expm1(-1 / _HORIZON)
         self.weight += step * (1 - self.weight)
         fresh = torch.tensor([query, passage]).log().to(self.log_norms)
         self.log_norms += step / self.weight * (fresh - self.log_norms)
@@ -60,8 +58,7 @@ class TowerGradNorms:
     """Collects what each tower's gradient is over the micro-steps of an update.
 
     Args:
-        model: the unwrapped model. For tied towers a forward hook is placed on it, which tells queries from passages
-            by the ``task`` of their features ("query", or anything else).
+        model: the unwrapped model. Tied towers get a forward hook, which tells queries by their ``task``, "query".
         balancer: balances the towers' gradients. Untied towers are scaled once an update is complete, by its own norms
             and earlier ones; the embeddings' gradients of tied towers as they come, by those of earlier updates.
     """
@@ -77,11 +74,8 @@ class TowerGradNorms:
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
 
-        With a balancer these are the norms as balanced, and ``grad_norm_ratio_unbalanced`` is what they were; untied
-        towers' gradients are scaled by this call. Reads the device.
-
-        Args:
-            scale: what the loss was multiplied with (a gradient scaler's scale); divided out.
+        A gradient scaler's ``scale`` is divided out. With a balancer these are the norms as balanced,
+        ``grad_norm_ratio_unbalanced`` is what they were, and untied towers' gradients are scaled. Reads the device.
         """
         norms = self._embedding_norms() if self.tied else self._weight_norms()
         factors, self._factors, self._squares = self._factors, {}, {}
@@ -104,7 +98,6 @@ class TowerGradNorms:
         """Take the hook off the model."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
 
     def _watch(self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]) -> None:
         embeddings = output.get("sentence_embedding")
@@ -116,8 +109,7 @@ class TowerGradNorms:
 
         def add(gradient: Tensor) -> Tensor | None:
             # Stays on the device: reading it here would wait for the device at every micro-step.
-            square = gradient.detach().float().square().sum()
-            self._squares[name] = self._squares[name] + square if name in self._squares else square
+            self._squares[name] = gradient.detach().float().square().sum() + self._squares.get(name, 0)
             return gradient * self._factors[name] if self._factors else None
 
         embeddings.register_hook(add)
@@ -133,6 +125,3 @@ class TowerGradNorms:
 
     def _gradients(self, name: str) -> list[Tensor]:
         return [p.grad for p in self._parameters[name] if p.grad is not None]
-
-
-_TASKS = {"query": "query", "passage": "document"}  # names here, and those of sentence-transformers

@@ -1,8 +1,7 @@
 """BankedInfoNCE: the InfoNCE loss of a micro-batch whose rows and columns are extended by memory banks.
 
-It works on embeddings alone, so that any training loop can use it, and it owns the bank. It does not encode text
-and does not step an optimizer. Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m rows
-in the bank, d the embedding size.
+It works on embeddings alone, so that any training loop can use it, and owns the bank. It encodes no text and steps no
+optimizer. Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the embedding size.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
-from contaccum.distributed import agree, gather_batch, world_size
+from contaccum.distributed import from_first_rank, gather_batch, world_size
 from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
-from contaccum.pairs import NO_ID, Pairs, PositivesTable, Scores, check_embeddings
+from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
 
-AGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Where the ranges of age begin by which the bank's share of the softmax is given, in updates."""
+AGES = (0, 1, 2, 4, 8, 16, 32, 64)  # updates: where ranges of age begin, for the bank's share of the softmax
 
 
 class BankedInfoNCE(nn.Module):
@@ -35,13 +33,11 @@ class BankedInfoNCE(nn.Module):
 
     where i+ is the passage that came with query i. Bank rows give no gradient to queries, but they push on the local
     passages, which is what keeps the two encoders' gradient norms balanced. When nothing drifts and the bank holds
-    exactly the rest of the batch, the accumulated gradient of ``normalize_by="local"`` equals that of the full batch,
-    for queries and passages.
+    exactly the rest of the batch, the accumulated gradient of ``normalize_by="local"`` equals that of the full batch.
 
     Args:
         bank_size: rows m of the bank, at most; see :class:`MemoryBank`. 0 is plain InfoNCE.
-        query_bank_size: None or ``bank_size``; 0: the passage bank alone (``pre_batch``, the paper's "w/o M_q"), whose
-            passage gradients miss the repulsion of the bank's queries.
+        query_bank_size: None or ``bank_size``; 0: the passage bank alone (``pre_batch``, the paper's "w/o M_q").
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
         normalize_by: ``"local"``: the sum of all row losses over n. ``"all"``: over n plus the bank rows, the
@@ -49,45 +45,30 @@ class BankedInfoNCE(nn.Module):
         mask_duplicates: leave out columns that hold a row's own positive again or another known positive of its
             query, by ids. False is the paper's behaviour. Without ids there is nothing to mask.
         bank_hard_negatives: keep hard negatives in the bank as columns.
-        drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower: passages in the scores,
-            queries in the push that they give to passages. How far the means moved comes from running means, or from
-            :meth:`observe_probe` once that is called. ``"auto"`` also retires entries that have drifted too far in
-            spite of it, by the same probe; and while entries from before the last :meth:`end_update` are in use, it
-            takes the mean out of the micro-batch's gradients, for each tower (without either call it is ``"mean"``).
-            ``"fresh"`` uses no entry that is older than the last :meth:`end_update`. ``"none"`` uses entries as they
-            were, as the paper does.
+        drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower, by running means or,
+            once it is called, by :meth:`observe_probe`. ``"auto"`` also retires entries that the probe shows to have
+            drifted too far, and takes the mean out of each tower's gradients while aged entries are in use. ``"fresh"``
+            uses no entry that is older than the last :meth:`end_update`. ``"none"`` is the paper. See docs/drift.md.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
-        gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss: the pairs of rank
-            0, then those of rank 1, and so on. Ranks may bring different numbers of pairs, even none. Every rank then
-            holds the same bank and returns the same loss. Gradients are scaled for a reduction that averages over
-            ranks, as those of DistributedDataParallel and FSDP do: times the number of ranks.
+        gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss, in their order;
+            they may bring different numbers of pairs, even none. Every rank then holds the same bank and returns the
+            same loss, and gradients are times the number of ranks, for a reduction that averages, as DDP's and FSDP's.
 
     No value is read on the host: a micro-batch that is not finite is not refused. Its loss is returned as it is, its
     rows are marked and never used, and ``last["enqueued"]`` is 0.
 
     Attributes:
+        positives: a :class:`PositivesTable` of pairs that are never negatives of each other, or None. Not in the state.
         bank: the :class:`MemoryBank`, None before the first call, which sets the embedding size.
-        last: diagnostics of the last call, detached tensors and ints: ``loss`` (what was returned), ``local_loss``
-            and ``bank_loss`` (mean over local rows and over bank rows in use), ``local_accuracy`` (share of local rows
-            whose positive scores highest), ``columns`` (per local row, before masks), ``bank_rows`` (query rows
-            used), ``bank_fill`` (passage rows in use after it), ``enqueued`` (pairs the call put into the bank),
-            ``embedding_spread`` (squared distance of the local passages from their mean, over their squared length);
-            with gradients also the shares of the softmax that :meth:`drift_record` describes.
+        last: diagnostics of the last call, detached tensors and ints: ``local_loss`` and ``bank_loss`` (mean over local
+            rows and over bank rows in use), ``columns`` (per local row, before masks), ``bank_rows``, ``bank_fill``
+            (entries in use after it), ``enqueued`` (pairs that the bank took), ``embedding_spread`` (squared distance
+            of local passages from their mean, over their squared length); and what :meth:`drift_record` reads.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
 
     Source: arXiv 2406.12356; the "local" normalisation, the masks and the drift compensation are ours.
-
-    Example::
-
-        loss_fn = BankedInfoNCE(bank_size=1024, temperature=0.05, similarity="cos")
-        for micro_step, (queries, passages) in enumerate(batches, start=1):
-            loss = loss_fn(encode(queries), encode(passages))
-            (loss / accumulation_steps).backward()
-            if micro_step % accumulation_steps == 0:
-                optimizer.step()
-                optimizer.zero_grad()
     """
 
     def __init__(
@@ -131,33 +112,30 @@ class BankedInfoNCE(nn.Module):
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The loss of one micro-batch; in training mode and with gradients enabled, also enqueues it.
+        """The loss of one micro-batch, a scalar; in training mode and with gradients enabled, also enqueues it.
 
         Args:
             queries, passages: (n, d); row i of ``passages`` is the positive of row i of ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same text.
 
-        Returns:
-            A scalar, float32 at least. It is differentiable once, with respect to the three embeddings.
-
         Raises:
             ValueError: for shapes that do not agree, an embedding size other than the bank's.
         """
-        ranks = world_size() if self._shared else 1
-        check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids, may_be_empty=ranks > 1)
+        ranks, ids = world_size() if self._shared else 1, Ids(query_ids, passage_ids, negative_ids)
+        check_embeddings(queries, passages, negatives, ids, may_be_empty=ranks > 1)
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
-        ids: tuple[Tensor | None, ...] = (query_ids, passage_ids, negative_ids)
         enqueues = self.training and torch.is_grad_enabled()
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        local, own = [x.detach() for x in inputs], slice(0, len(queries))
+        everyone, own = [x.detach() for x in inputs], slice(0, len(queries))
         if ranks > 1:
-            local, ids, own = gather_batch(local, ids, NO_ID)
+            everyone, ids, own = gather_batch(everyone, ids)
         dtype = torch.promote_types(queries.dtype, torch.float32)
         with torch.autocast(queries.device.type, enabled=False):
-            step = self._losses([x.to(dtype).requires_grad_(learns) for x in local], ids, enqueues)
-            gradients, masses = self._gradients(step) if learns else ([], {})
-            self.last = {**self._diagnostics(step), **masses, "enqueued": self._enqueue(step) if enqueues else 0}
+            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, enqueues)
+            self.last = self._diagnostics(step)
+            gradients = self._gradients(step) if learns else []
+            self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
         if not learns:
             return step.loss
@@ -166,11 +144,13 @@ class BankedInfoNCE(nn.Module):
         parts = [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
         return _HandOver.apply(step.loss.detach(), parts, *inputs)
 
-    def _losses(self, leaves: list[Tensor], ids: tuple[Tensor | None, ...], observe: bool) -> _MicroStep:
+    # The stages of a micro-step --------------------------------------------------------------------------------------
+
+    def _losses(self, leaves: list[Tensor], ids: Ids, observe: bool) -> _MicroStep:
         """Scores and row losses of queries (n, d), passages (n, d) and, if any, negatives (n, h, d)."""
         units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
-        self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns)
+        bank = self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns)
         means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
         if self.passage_mean is not None and self.query_mean is not None:
             if observe and self.probe is None:
@@ -179,75 +159,52 @@ class BankedInfoNCE(nn.Module):
             # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
             # its tower then, so a new one is what it is beside that of now.
             columns = columns - (means[0][1][0] if means else self.passage_mean.mean)
-        pairs = Pairs.of(queries, columns, *(ids if self.mask_duplicates else (None, None, None)))
-        bank_losses, rows_in_use = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
-        if self.bank is None:
+        pairs = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())
+        if bank is None:
             scores = pairs.scores(queries / self.temperature, self.positives)
+            bank_losses, bank_rows = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
         else:
-            scores = self.bank.scores(pairs, None if self.query_mean is None else self.query_mean.mean)
-            m = len(scores.on_rows)
-            log_sums, in_use = torch.logaddexp(self.bank.log_sum[:m], scores.on_rows), self.bank.absent[:m, 0] == 0
-            bank_losses, rows_in_use = (log_sums - self.bank.positive[:m]) * in_use, in_use.sum()
+            scores = bank.scores(pairs, self.positives, None if self.query_mean is None else self.query_mean.mean)
+            bank_losses, bank_rows = bank.row_losses(scores)
         log_sum = torch.cat([scores.own.flatten(1), scores.by_block], dim=1).logsumexp(1)
         local_losses = log_sum - scores.positive
-        share = len(queries) + (rows_in_use if self.normalize_by == "all" else 0)
+        share = len(queries) + (bank_rows if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + bank_losses.sum()) / share
         return _MicroStep(
-            leaves, units[1], pairs, scores, log_sum, local_losses, bank_losses, rows_in_use, share, loss, means
+            leaves, units[1], pairs, scores, log_sum, local_losses, bank_losses, bank_rows, share, loss, means
         )
-
-    def _gradients(self, step: _MicroStep) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Gradients of the loss, and where the local rows' softmax lies."""
-        middle, masses = [step.pairs.queries, step.pairs.columns], {}
-        wanted = middle if self.bank is None else [*middle, step.scores.of_columns]
-        found = list(torch.autograd.grad(step.loss, wanted))
-        if self.bank is not None:
-            masses = self._masses(step, found.pop().sum(0) * step.share)
-            if self.drift_compensation == "auto" and self.bank.aged:
-                found = [_without_mean(g) for g in found]
-        return list(torch.autograd.grad(middle, step.leaves, found)), masses
-
-    @torch.no_grad()
-    def _enqueue(self, step: _MicroStep) -> Tensor | int:
-        """Let the micro-batch into the bank; returns how many pairs of it the bank took."""
-        if self.bank is None:
-            return 0
-        finite = (step.loss + self.bank.greatest(step.pairs)).isfinite()
-        for mean, state in step.means:
-            mean.set(state, finite)
-        origin = None if self.query_mean is None else self.query_mean.mean
-        self.bank.append(step.pairs, step.scores, finite, origin)
-        if origin is not None and self.probe is None and self.bank.pairs <= PAIRS_PER_ORIGIN:
-            self.bank.origins.copy_(origin.expand_as(self.bank.origins))  # of few pairs a mean moves by chance
-        return finite * len(step.pairs.queries)
 
     @torch.no_grad()
     def _diagnostics(self, step: _MicroStep) -> dict[str, Any]:
-        n, width, _ = step.pairs.columns.shape
-        scores, passages, bank = step.scores, step.passages, self.bank
-        top = scores.own.amax((1, 2))
-        if bank is not None:
-            top = torch.maximum(top, scores.of_columns.amax(1))
+        (n, width, _), passages = step.pairs.columns.shape, step.passages
         spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
         return {
-            "loss": step.loss.detach(),
             "local_loss": step.local_losses.mean(),
-            "bank_loss": step.bank_losses.sum() / step.rows_in_use.clamp_min(1),
-            "local_accuracy": (scores.positive >= top).to(top.dtype).mean(),
-            "columns": n * width + (0 if bank is None else bank.in_use * (1 + bank.hard_negatives)),
-            "bank_rows": bank.in_use if bank is not None and bank.has_queries else 0,
+            "bank_loss": step.bank_losses.sum() / step.bank_rows.clamp_min(1),
+            "columns": n * width + (0 if self.bank is None else self.bank.in_use * self.bank.columns.shape[1]),
+            "bank_rows": self.bank.in_use if self.bank is not None and len(self.bank.queries) else 0,
             "embedding_spread": spread if n > 1 else spread * math.nan,
         }
 
+    def _gradients(self, step: _MicroStep) -> list[Tensor]:
+        """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
+        if self.bank is None:
+            return list(torch.autograd.grad(step.loss, step.leaves))
+        middle = [step.pairs.queries, step.pairs.columns]
+        *found, weights = torch.autograd.grad(step.loss, [*middle, step.scores.of_columns])
+        self.last |= self._masses(step, self.bank, weights.sum(0) * step.share)
+        if self.drift_compensation == "auto" and self.bank.aged:
+            found = [_without_mean(g) for g in found]
+        return list(torch.autograd.grad(middle, step.leaves, found))
+
     @torch.no_grad()
-    def _masses(self, step: _MicroStep, weights: Tensor) -> dict[str, Tensor]:
+    def _masses(self, step: _MicroStep, bank: MemoryBank, weights: Tensor) -> dict[str, Tensor]:
         """Where the local rows' softmax lies, of which ``weights`` (m (1 + h),) are on the bank's columns.
 
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
-        assert self.bank is not None
         n = len(step.local_losses)
-        columns, mass = self.bank.sums_by_age(weights.view(self.bank.span, -1)[:, 0], AGES)
+        columns, mass = bank.sums_by_age(weights.view(bank.span, -1)[:, 0], AGES)
         local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
         in_batch = local.sum() - local.diagonal().sum()
         fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
@@ -258,11 +215,19 @@ class BankedInfoNCE(nn.Module):
             "in_batch_mass": in_batch / n,
         }
 
-    def know_positives(self, table: PositivesTable) -> None:
-        """Mask the pairs of ``table`` wherever a micro-batch meets them from now on. Not part of the state."""
-        self.positives = table
-        if self.bank is not None:
-            self.bank.positives = table
+    @torch.no_grad()
+    def _enqueue(self, step: _MicroStep, bank: MemoryBank) -> Tensor:
+        """Let the micro-batch into the bank; returns how many pairs of it the bank took."""
+        finite = (step.loss + bank.greatest(step.pairs)).isfinite()
+        for mean, state in step.means:
+            mean.set(state, finite)
+        origin = None if self.query_mean is None else self.query_mean.mean
+        bank.append(step.pairs, step.scores, finite, origin)
+        if origin is not None and self.probe is None and bank.pairs <= PAIRS_PER_ORIGIN:
+            bank.origins.copy_(origin.expand_as(bank.origins))  # of few pairs a mean moves by chance
+        return finite * len(step.pairs.queries)
+
+    # What a training loop says ---------------------------------------------------------------------------------------
 
     def end_update(self) -> None:
         """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""
@@ -275,17 +240,15 @@ class BankedInfoNCE(nn.Module):
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
         """Embeddings of the same S pairs of texts as at the last call, encoded again now: (S, d) each.
 
-        Call it before the first micro-batch, and again after updates, every 64 pairs at the most. Between two calls
-        the mean of each tower is taken to have moved as the probe's has; with a first call the running mean is given
-        up. Eight texts, without dropout, show a mean shift better than hundreds of ever new ones, since what differs
-        between texts falls out. With ``drift_compensation="auto"`` it sets how many entries are in use from now on, and
-        reads one small tensor from the device for it. With ``"fresh"`` and ``"none"`` it only measures. Ranks that
-        share a bank call it together, each with texts of its own (S may differ, and be 0): the probe is all of them.
+        Call it before the first micro-batch, and again after updates, every 64 pairs at the most: the towers are taken
+        to have moved as the probe's means have. With ``"auto"`` it sets how many entries are in use, and reads a small
+        tensor from the device for it; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
+        together, each with texts of its own (S may differ, and be 0): the probe is all of them.
         """
-        check_embeddings(queries, passages, may_be_empty=self._shared)
+        check_embeddings(queries, passages, None, Ids(), may_be_empty=self._shared)
         fresh = [queries.detach(), passages.detach()]
         if self._shared:
-            fresh, *_ = gather_batch(fresh, (None, None, None), NO_ID)
+            fresh, *_ = gather_batch(fresh, Ids())
         fresh = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in fresh]
         if self.similarity == "cos":
             fresh = [normalize(x, dim=-1) for x in fresh]
@@ -301,21 +264,17 @@ class BankedInfoNCE(nn.Module):
         if self.drift_compensation == "auto":
             limit = int(min(self.probe.age_limit(self.probe.residuals()[:, 1]), self.bank_size))
             # The same on all ranks already, unless their devices round differently.
-            bank.limit = agree(limit, queries.device) if self._shared else limit
+            bank.limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
             bank.encoder_moved()
 
     def drift_record(self) -> dict[str, float]:
-        """What there is to know about the age of the bank, for a log line: reads the device.
+        """What is known about the age of the bank, for a log line: reads the device.
 
         Returns:
-            ``bank_age``: updates since the oldest entry was encoded (with :meth:`end_update`). ``bank_mass``: share of
-            the local rows' softmax that falls on banked passages in the last micro-step; ``bank_mass_age_A``: the share
-            of those A updates old, up to the next A (0, 1, 2, 4, ...); ``in_batch_mass``: that of the negatives in the
-            batch. ``bank_mass_aged``: what a column from an earlier update gets, over a column of the present encoder:
-            1 when age tells nothing, near 0 when the bank is out of reach. And :meth:`DriftProbe.record`. Only what is
-            known.
+            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``, ``bank_mass_age_A``,
+            ``in_batch_mass`` and ``bank_mass_aged``, and :meth:`DriftProbe.record`; docs/drift.md says what they tell.
         """
-        if self.bank is None or self.bank.fill == 0:
+        if self.bank is None or self.bank.pairs == 0:
             return {}
         oldest = self.bank.age
         record: dict[str, float] = {"bank_age": oldest}
@@ -323,7 +282,9 @@ class BankedInfoNCE(nn.Module):
         record |= {key: value for key, value in found.items() if math.isfinite(value)}
         masses = self.last["bank_mass_by_age"].tolist() if "bank_mass_by_age" in self.last else []
         record |= {f"bank_mass_age_{age}": mass for age, mass in zip(AGES, masses, strict=False) if age <= oldest}
-        return {**record, **(self.probe.record(oldest) if self.probe is not None else {})}
+        return record | (self.probe.record(oldest) if self.probe is not None else {})
+
+    # The bank's making -----------------------------------------------------------------------------------------------
 
     @property
     def _shared(self) -> bool:
@@ -332,27 +293,25 @@ class BankedInfoNCE(nn.Module):
 
     def _prepare_bank(self, dim: int, negatives: int, like: Tensor) -> MemoryBank | None:
         """Make the bank, or fit it to what comes; None for plain InfoNCE."""
-        negatives = negatives if self.bank_hard_negatives else 0
-        if self.bank is None and self.bank_size:
-            self._make_bank(dim, negatives, self.bank_dtype or like.dtype, like.dtype, like.device)
-        if self.bank is None:
+        if not self.bank_size:
             return None
-        if self.bank.absent.device != like.device:
+        negatives = negatives if self.bank_hard_negatives else 0
+        bank = self.bank or self._make_bank(dim, negatives, self.bank_dtype or like.dtype, like.dtype, like.device)
+        if bank.absent.device != like.device:
             self.to(like.device)  # the model moved, or a state was loaded elsewhere
-        self.bank.check_size(dim)
-        self.bank.grow_hard_negatives(negatives)
-        return self.bank
+        bank.fit(dim, negatives)
+        return bank
 
     def _make_bank(
         self, dim: int, negatives: int, dtype: torch.dtype, score_dtype: torch.dtype, device: torch.device
-    ) -> None:
+    ) -> MemoryBank:
         self.bank = MemoryBank(
             self.bank_size, dim, negatives, dtype, self.query_bank_size, device, self.temperature, score_dtype
         )
-        self.bank.positives = self.positives
         if self.drift_compensation in MOVES_ENTRIES:
-            self.passage_mean = RunningMean(dim, dtype=score_dtype, device=device)
-            self.query_mean = RunningMean(dim, dtype=score_dtype, device=device)
+            self.passage_mean = RunningMean(dim, score_dtype, device)
+            self.query_mean = RunningMean(dim, score_dtype, device)
+        return self.bank
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
@@ -360,16 +319,10 @@ class BankedInfoNCE(nn.Module):
         if "bank.passages" in state:
             raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
         if "bank.columns" in state:
-            columns, size = state["bank.columns"], int(state["bank._extra_state"][0])
-            queries, moves = len(state["bank.queries"]) > 0, "passage_mean.mean" in state
-            wanted = self.bank_size, self.query_bank_size != 0, self.drift_compensation in MOVES_ENTRIES
-            if (size, queries, moves) != wanted:
-                raise ConfigError(
-                    f"this state holds a bank of {size} passages {'with' if queries else 'without'} their queries, "
-                    f"{'' if moves else 'not '}compensated for drift; this loss, with bank_size={self.bank_size}, "
-                    f"query_bank_size={self.query_bank_size} and drift_compensation={self.drift_compensation!r}, would "
-                    "misread it. Use the same settings"
-                )
+            columns = state["bank.columns"]
+            there = int(state["bank._extra_state"][0]), len(state["bank.queries"]) > 0, "passage_mean.mean" in state
+            if there != (self.bank_size, self.query_bank_size != 0, self.drift_compensation in MOVES_ENTRIES):
+                raise ConfigError("this state is of another bank_size, query_bank_size or drift_compensation")
             device = columns.device if self.bank is None else self.bank.absent.device
             self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, state["bank.positive"].dtype, device)
             probe = state.get("probe.embeddings")
@@ -387,7 +340,7 @@ class _MicroStep(NamedTuple):
     log_sum: Tensor  # (n,) of local rows, over all columns
     local_losses: Tensor  # (n,)
     bank_losses: Tensor  # (m,), 0 for rows not in use
-    rows_in_use: Tensor  # how many of them are
+    bank_rows: Tensor  # how many of them are
     share: Tensor | int  # what the sum of row losses is divided by
     loss: Tensor
     means: list[tuple[RunningMean, tuple[Tensor, ...]]]  # and what they will be, where they follow micro-batches

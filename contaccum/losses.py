@@ -9,21 +9,25 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
 from contaccum.info_nce import BankedInfoNCE
-from contaccum.pairs import PositivesTable, mix64
-from contaccum.text_probe import PAIRS_PER_PROBE, TextProbe
+from contaccum.pairs import PositivesTable
+
+PROBE_TEXTS = 8
+PAIRS_PER_PROBE = 128
+"""Pairs of training between two probes, at least: eight pairs, forward only, are then some 2 % of the work."""
 
 # Keys of a state beside those of the banks: pairs at the last probe and whether an update has passed; before those of
 # the probe; before those of a rank's own bank, in a state of several.
@@ -41,11 +45,8 @@ class ContAccumLoss(nn.Module):
         bank_size: rows of the passage bank; 0 is MultipleNegativesRankingLoss.
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
-        gather_across_devices: build the batch of all ranks before the loss, so that all hold the same bank. Otherwise
-            each has a bank of its own.
-        settings: any other of :class:`BankedInfoNCE`: ``query_bank_size``, ``normalize_by``, ``mask_duplicates``,
-            ``bank_hard_negatives``, ``drift_compensation``, ``bank_dtype``. Duplicates are recognised by a hash of
-            their tokens.
+        gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
+        settings: any other of :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work.
@@ -53,13 +54,9 @@ class ContAccumLoss(nn.Module):
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples; labels: none.
 
-    Recommendations:
-        - Set ``gradient_accumulation_steps`` so that ``bank_size`` is a few updates' worth of pairs: older entries
-          come from an encoder that no longer exists.
-        - In eval mode the loss is that of the batch alone, so that ``eval_loss`` compares with other losses.
-
     Relations:
-        - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
+        - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, and
+          is what ``eval_loss`` is: in eval mode the loss is that of the batch alone.
         - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, and a second forward pass.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
@@ -85,24 +82,19 @@ class ContAccumLoss(nn.Module):
         super().__init__()
         if not scale > 0:
             raise ConfigError(f"scale must be a positive number, got {scale!r}")
-        similarities: dict[Callable[..., Tensor], str] = {cos_sim: "cos", dot_score: "dot"}
-        if similarity_fct not in similarities:
-            raise ConfigError(
-                f"similarity_fct={getattr(similarity_fct, '__name__', similarity_fct)} is not supported: the bank "
-                "knows sentence_transformers.util.cos_sim and dot_score. Use one of them."
-            )
-        self.model = model
-        self.scale = scale
-        self.similarity_fct = similarity_fct
-        every = inspect.signature(BankedInfoNCE).bind(
+        if similarity_fct not in (cos_sim, dot_score):
+            name = getattr(similarity_fct, "__name__", similarity_fct)
+            raise ConfigError(f"similarity_fct={name} is not supported: use cos_sim or dot_score of its util")
+        self.model, self.scale, self.similarity_fct = model, scale, similarity_fct
+        given = inspect.signature(BankedInfoNCE).bind(
             bank_size=bank_size,
             temperature=1.0 / scale,
-            similarity=similarities[similarity_fct],
+            similarity="cos" if similarity_fct is cos_sim else "dot",
             gather_across_devices=gather_across_devices,
             **settings,
         )
-        every.apply_defaults()
-        self.settings: dict[str, Any] = every.arguments
+        given.apply_defaults()
+        self.settings: dict[str, Any] = given.arguments
         BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
@@ -115,9 +107,7 @@ class ContAccumLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
 
-        Args:
-            labels: int64 (n, columns): an id for each text, equal for equal texts. Anything else is ignored, and ids
-                are content hashes of the tokens.
+        ``labels`` int64 (n, columns) are ids of the texts. Anything else is ignored, and ids are hashes of the tokens.
         """
         features = list(sentence_features)
         if len(features) < 2:
@@ -134,22 +124,18 @@ class ContAccumLoss(nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, ids: list[Tensor | None] | None = None
     ) -> Tensor:
-        """The loss of embedded columns: anchors (n, d), positives (n, d), any number of negatives (n, d).
-
-        Args:
-            ids: one int64 (n,) per column, or None; equal ids mean the same text.
-        """
+        """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives; with int64 ids."""
         ids = [None] * len(embeddings) if ids is None else ids
         negatives = torch.stack(embeddings[2:], dim=1) if len(embeddings) > 2 else None
         known = [x for x in ids[2:] if x is not None]
         negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
-        loss_fn = self._for_size(embeddings[0].shape[-1]) if self.training else self._without_bank
+        loss_fn = self._of_size(embeddings[0].shape[-1]) if self.training else self._without_bank
         return loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
         """The :class:`BankedInfoNCE` of the largest embedding size, None before the first call."""
-        return max(self._info_nces(), key=lambda item: item[0], default=(0, None))[1]
+        return self._of_size(max(map(int, self.info_nces))) if len(self.info_nces) else None
 
     @property
     def last(self) -> dict[str, Any]:
@@ -157,25 +143,19 @@ class ContAccumLoss(nn.Module):
         return {} if self.info_nce is None else self.info_nce.last
 
     def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
-        """Never take these for negatives of each other, wherever they meet: all positives of a data set, by id.
+        """Never take these for negatives of each other, wherever they meet: ids of all positives, int64 (r,) each.
 
-        The ids are those that ``labels`` will hold; see :meth:`forward`. Like the model, they are no part of the state.
-
-        Args:
-            query_ids, passage_ids: int64 (r,) each.
+        They are those that ``labels`` will hold; see :meth:`forward`. Like the model, they are no part of the state.
         """
         self._positives = PositivesTable(query_ids, passage_ids)
-        for loss_fn in (self._without_bank, *(loss_fn for _, loss_fn in self._info_nces())):
-            loss_fn.know_positives(self._positives)
+        for loss_fn in (self._without_bank, *self._every()):
+            loss_fn.positives = self._positives
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
         """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights.
 
-        With several ranks, all call it together. A bank that they share is the same on each, and fits any number of
-        ranks; banks of their own come out side by side, and fit as many ranks again.
-
-        Args:
-            keep: whether this rank wants the result, to write it; otherwise it only takes part, and gets an empty one.
+        With several ranks, all call it together, and those that do not ``keep`` it get an empty one. A bank that they
+        share fits any number of ranks; banks of their own come out side by side, and fit as many ranks again.
         """
         state = dict(self.info_nces.state_dict())
         if state:
@@ -188,16 +168,20 @@ class ContAccumLoss(nn.Module):
         return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what :meth:`bank_state_dict` gave, on every rank.
-
-        Raises:
-            ConfigError: when the state was written with other settings, or holds banks of other ranks.
-        """
-        state = self._own_part(state)
+        """Restore what :meth:`bank_state_dict` gave, on every rank; ConfigError when it has other settings or ranks."""
+        state, ranks = dict(state), {key.split(".", 1)[0] for key in state if key.startswith(_OF_RANK)}
+        if ranks and (self._shared or len(ranks) != world_size()):
+            raise ConfigError(
+                f"this state holds the banks of {len(ranks)} ranks: go on with as many, gather_across_devices=False, "
+                "or start from the weights alone"
+            )
+        if ranks:
+            own = f"{_OF_RANK}{rank()}."
+            state = {key.removeprefix(own): value for key, value in state.items() if key.startswith(own)}
         probed_at, stepped = state.pop(_PROGRESS, torch.zeros(2, dtype=torch.int64)).tolist()
         probe = {key.removeprefix(_PROBE): state.pop(key) for key in list(state) if key.startswith(_PROBE)}
         for size in {key.split(".", 1)[0] for key in state}:
-            self._for_size(int(size))
+            self._of_size(int(size))
         self.info_nces.load_state_dict(state)
         self._probe = TextProbe.from_state_dict(probe, self._shared) if probe else None
         self._probed_at, self._stepped = probed_at, bool(stepped)
@@ -205,23 +189,17 @@ class ContAccumLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """What sentence-transformers writes into the model card."""
         config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}
-        config = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in config.items()}
+        config["bank_dtype"] = config["bank_dtype"] and str(config["bank_dtype"])
         return {"scale": self.scale, "similarity_fct": self.similarity_fct.__name__, **config}
 
     @property
-    def temperature(self) -> float:
-        return 1.0 / self.scale
-
-    @property
     def citation(self) -> str:
+        """Of the paper, for the model card."""
         return """
 @inproceedings{kim2024contaccum,
     title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
     author={Jaehee Kim and Yukyung Lee and Pilsung Kang},
-    booktitle={Advances in Neural Information Processing Systems},
-    year={2024},
-    eprint={2406.12356},
-    archivePrefix={arXiv},
+    booktitle={Advances in Neural Information Processing Systems}, year={2024}, eprint={2406.12356},
 }
 """
 
@@ -230,7 +208,7 @@ class ContAccumLoss(nn.Module):
         _FOLLOWING.add(self)
         stepped, self._stepped = self._stepped, False
         if stepped:
-            for _, loss_fn in self._info_nces():
+            for loss_fn in self._every():
                 loss_fn.end_update()
         # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
         if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
@@ -239,10 +217,11 @@ class ContAccumLoss(nn.Module):
         if first:
             self._probe = TextProbe.of(features, self._shared)
         # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
-        pairs = self._pairs_seen
+        bank = None if self.info_nce is None else self.info_nce.bank
+        pairs = 0 if bank is None else bank.pairs
         if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
             queries, passages = self._probe.encode(self.model, features)
-            self._for_size(queries.shape[-1]).observe_probe(queries, passages)
+            self._of_size(queries.shape[-1]).observe_probe(queries, passages)
             self._probed_at = pairs
 
     @property
@@ -250,34 +229,14 @@ class ContAccumLoss(nn.Module):
         """Whether all ranks hold one and the same bank."""
         return self.settings["gather_across_devices"] and world_size() > 1
 
-    @property
-    def _pairs_seen(self) -> int:
-        return 0 if self.info_nce is None or self.info_nce.bank is None else self.info_nce.bank.pairs
+    def _every(self) -> list[BankedInfoNCE]:
+        return [cast(BankedInfoNCE, loss_fn) for loss_fn in self.info_nces.values()]
 
-    def _info_nces(self) -> Iterable[tuple[int, BankedInfoNCE]]:
-        return ((int(size), loss_fn) for size, loss_fn in self.info_nces.items() if isinstance(loss_fn, BankedInfoNCE))
-
-    def _for_size(self, size: int) -> BankedInfoNCE:
+    def _of_size(self, size: int) -> BankedInfoNCE:
         if str(size) not in self.info_nces:
-            loss_fn = BankedInfoNCE(**self.settings)
-            if self._positives is not None:
-                loss_fn.know_positives(self._positives)
-            self.info_nces[str(size)] = loss_fn
-        return dict(self._info_nces())[size]
-
-    def _own_part(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A copy of the state; of the states of ranks with banks of their own, this rank's."""
-        ranks = {key.split(".", 1)[0] for key in state if key.startswith(_OF_RANK)}
-        if not ranks:
-            return dict(state)
-        if self._shared or len(ranks) != world_size():
-            raise ConfigError(
-                f"this state holds the banks of {len(ranks)} ranks, written with gather_across_devices=False, and this "
-                f"run has {world_size()} with gather_across_devices={self._shared}: nobody could go on with them. Use "
-                f"{len(ranks)} ranks and gather_across_devices=False again, or start from the weights alone"
-            )
-        prefix = f"{_OF_RANK}{rank()}."
-        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            self.info_nces[str(size)] = loss_fn = BankedInfoNCE(**self.settings)
+            loss_fn.positives = self._positives
+        return cast(BankedInfoNCE, self.info_nces[str(size)])
 
 
 _FOLLOWING: weakref.WeakSet[ContAccumLoss] = weakref.WeakSet()
@@ -297,6 +256,80 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_after_step)
 
 
+class TextProbe:
+    """A few training pairs, kept as the tokenizer gave them, to be encoded again as the encoder learns.
+
+    What happened to their embeddings happened to the bank's entries too. They are the first pairs of a micro-batch, of
+    all ranks that share a bank: ``PROBE_TEXTS`` together, one of each at least. Every rank knows them all and encodes
+    its share: in rank order, the same texts on any number of ranks. Only tensors and numbers are stored; what a column
+    has beside them (the ``task`` that a Router goes by) comes with each micro-batch.
+    """
+
+    def __init__(self, columns: list[dict[str, Tensor]], shared: bool) -> None:
+        self.columns, self.shared = columns, shared  # queries and passages
+        self.texts = len(columns[0]["input_ids"])
+
+    @classmethod
+    def of(cls, features: list[dict[str, Any]], shared: bool) -> TextProbe | None:
+        """Of this rank's micro-batch and the others'; None on every rank when texts are not rows of token ids."""
+        wanted = -(-PROBE_TEXTS // world_size()) if shared else PROBE_TEXTS
+        tokens = [column.get("input_ids") for column in features[:2]]
+        fits = all(isinstance(x, Tensor) and x.ndim == 2 for x in tokens)
+        given = [[_first_rows(column, wanted) if fits else {}] for column in features[:2]]
+        if shared:
+            device = next(x.device for column in features for x in column.values() if isinstance(x, Tensor))
+            given = [gather_states(column, device) for (column,) in given]
+        return cls([_joined(parts) for parts in given], shared) if all(given[0] + given[1]) else None
+
+    def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
+        """Embeddings of this rank's share, queries and passages: (S, d) each, without dropout or any random number.
+
+        All ranks that share call it together, with the ``features`` of the present micro-batch.
+        """
+        ranks, own = (world_size(), rank()) if self.shared else (1, 0)
+        first, end = (self.texts * r // ranks for r in (own, own + 1))
+        rows = slice(first, end) if first < end else slice(1)  # FSDP's forward passes are collectives: nobody skips one
+        device, found = next(model.parameters()).device, []
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            for column, present in zip(self.columns, features, strict=False):
+                texts = {key: x[rows] if len(x.shape) and len(x) == self.texts else x for key, x in column.items()}
+                stored = {key: x.to(device) if x.ndim else x.item() for key, x in texts.items()}
+                with torch.no_grad():
+                    found.append(model({**present, **stored})["sentence_embedding"].detach().clone()[: end - first])
+        finally:
+            for module, training in modes:
+                module.training = training
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All texts, the same on every rank."""
+        return {f"{i}.{key}": x for i, column in enumerate(self.columns) for key, x in column.items()}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
+        """What :meth:`state_dict` gave, on any number of ranks."""
+        return cls([{key[2:]: x for key, x in state.items() if key.startswith(f"{i}.")} for i in (0, 1)], shared)
+
+
+def _first_rows(column: dict[str, Any], rows: int) -> dict[str, Tensor]:
+    """The tensors and numbers of a column, of its first texts."""
+    n = len(column["input_ids"])
+    tensors = {key: torch.as_tensor(x) for key, x in column.items() if isinstance(x, (Tensor, int, float))}
+    return {key: x[:rows].clone() if x.ndim and len(x) == n else x for key, x in tensors.items()}
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Texts of several ranks as one column, padded with zeros to one length, which no attention mask shows."""
+    joined = dict(parts[0])
+    for key in [key for key, x in joined.items() if x.ndim == 2]:
+        rows = [part[key] for part in parts]
+        length = max(x.shape[1] for x in rows)
+        joined[key] = torch.cat([pad(x, (0, length - x.shape[1])) for x in rows])
+    return joined
+
+
 def token_hashes(features: dict[str, Any]) -> Tensor | None:
     """A 64-bit content hash of each tokenised text, int64 (n,); equal for equal tokens whatever the padding.
 
@@ -312,3 +345,11 @@ def token_hashes(features: dict[str, Any]) -> Tensor | None:
     position = present.cumsum(1)
     mixed = mix64(tokens.long() * -7046029254386353131 + position.long() * -4417276706812531889)
     return mix64((mixed * present.long()).sum(1))
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al., 2014), a bijection, on int64, whose products wrap around."""
+    # int64 shifts repeat the sign, where the finaliser shifts in zeros: with the sign, -1 and 0 would be one.
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)

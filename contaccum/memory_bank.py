@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contaccum.errors import ConfigError
-from contaccum.pairs import NO_ID, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
+from contaccum.pairs import NO_ID, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
 
-PAIRS_PER_ORIGIN = 64
-"""Pairs that share one note of where their tower's mean was, at most."""
-
+PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
 _PRODUCT_ROWS = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
 
 
@@ -35,21 +33,11 @@ class MemoryBank(nn.Module):
     it is detached, and everything that it needs to go on lies in its ``state_dict``.
 
     Args:
-        bank_size: rows m at most, at least 1.
+        bank_size: rows m at most, at least 1; for ``query_bank_size`` as many (None) or 0, which stores passages alone.
         dim: the embedding size d.
         hard_negatives: hard negatives h per entry. A micro-batch may bring fewer.
-        dtype: storage dtype of the embeddings.
-        query_bank_size: None or ``bank_size``: queries are stored too; 0: passages alone.
-        device: where the buffers live; ``.to()`` moves them.
+        dtype: storage dtype of the embeddings; ``score_dtype`` that of sums, by default the same, float32 at least.
         temperature: divides similarities.
-        score_dtype: of scores and their sums. None: that of the embeddings, float32 at least.
-
-    Attributes:
-        pairs: pairs seen since the start.
-        first: the oldest of them in use, counted from 0. It only rises.
-        limit: entries in use at most, rounded to whole blocks; those since the last update are never too many.
-        updates: calls of :meth:`end_update`.
-        positives: pairs of ids that masks know beforehand, or None. Not part of the state.
 
     Raises:
         ConfigError (a ValueError): for sizes that there are no banks of.
@@ -57,14 +45,14 @@ class MemoryBank(nn.Module):
     Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table of log-sums is ours.
     """
 
-    queries: Tensor
-    columns: Tensor
-    ids: Tensor
-    absent: Tensor
-    log_sums: Tensor
-    log_sum: Tensor
-    positive: Tensor
-    origins: Tensor
+    queries: Tensor  # (m, d), or (0, d) without a query bank; rows of what follows are as many
+    columns: Tensor  # (m, 1 + h, d): a passage, then its hard negatives
+    ids: Tensor  # int64 (2, m, 1 + h): of the query that a passage came with, and its own
+    absent: Tensor  # (m, 1 + h), added to the scores of a column: 0 where it is in use, else vanishingly low
+    log_sums: Tensor  # (blocks, m), logsumexp of each row over the columns of each block
+    log_sum: Tensor  # (m,), and over all of them
+    positive: Tensor  # (m,), score of each row's own passage
+    origins: Tensor  # (m / note, d), where the mean of the query tower was when rows came
 
     def __init__(
         self,
@@ -94,15 +82,15 @@ class MemoryBank(nn.Module):
         buffer("queries", 0, rows, dim, dtype=dtype)
         buffer("columns", 0, self.slots, width, dim, dtype=dtype)
         buffer("ids", NO_ID, 2, self.slots, width, dtype=torch.int64)
-        buffer("absent", self.low, self.slots, width)  # added to the scores of a column: 0 where it is in use
-        buffer("log_sums", self.low, blocks, rows)  # logsumexp of each row over the columns of each block
-        buffer("log_sum", self.low, rows)  # and over all of them
-        buffer("positive", 0, rows)  # score of each row's own passage
-        buffer("origins", 0, rows // self.note, dim)  # where the mean of the query tower was when rows came
-        self.positives: PositivesTable | None = None
-        self.pairs = self.first = self.updates = self._update_began = 0
+        buffer("absent", self.low, self.slots, width)
+        buffer("log_sums", self.low, blocks, rows)
+        buffer("log_sum", self.low, rows)
+        buffer("positive", 0, rows)
+        buffer("origins", 0, rows // self.note, dim)
+        self.pairs = self.first = 0  # seen since the start, and the oldest of them in use, which only rises
+        self.limit = bank_size  # in use at most, in whole blocks; those since the last update are never too many
+        self.updates = self._update_began = 0  # calls of end_update, and the first pair of the present encoder
         self._update_ends: list[int] = []  # pairs seen by then, for each update since the oldest entry in use
-        self.limit = bank_size
 
     @property
     def passages(self) -> Tensor:
@@ -113,21 +101,6 @@ class MemoryBank(nn.Module):
     def negatives(self) -> Tensor:
         """(m, h, d), a view."""
         return self.columns[:, 1:]
-
-    @property
-    def hard_negatives(self) -> int:
-        """Hard negatives h that an entry has room for."""
-        return self.columns.shape[1] - 1
-
-    @property
-    def usable(self) -> Tensor:
-        """Bool (m, 1 + h): the columns in use; that of its passage tells whether a row is."""
-        return self.absent == 0
-
-    @property
-    def has_queries(self) -> bool:
-        """Whether queries are stored too."""
-        return len(self.queries) > 0
 
     @property
     def fill(self) -> int:
@@ -154,6 +127,55 @@ class MemoryBank(nn.Module):
         """Slots that any entry lies in, in whole blocks and at least one: what a micro-step looks at."""
         return min(-(-max(self.pairs, 1) // self.block) * self.block, self.slots)
 
+    # The bank's part of the loss -------------------------------------------------------------------------------------
+
+    def scores(self, pairs: Pairs, positives: PositivesTable | None = None, origin: Tensor | None = None) -> Scores:
+        """All scores of a micro-batch against itself and the bank, with masks that know ``positives`` beforehand.
+
+        With an ``origin`` (d,), the mean of the query tower by now, a banked query pushes on local columns from where
+        it would be had it moved along; its scores stay those that it was stored with.
+        """
+        m, (n, width, _) = self.span, pairs.columns.shape
+        rows = self.queries[:m]
+        row_mask = column_mask = moved = None
+        if pairs.named:
+            column_mask = hidden(pairs.ids[:, :, 0], self.ids[:, :m].flatten(1), positives, local_rows=True)
+            row_mask = hidden(pairs.ids.flatten(1), self.ids[:, : len(rows), 0], positives, local_rows=False)
+        if origin is not None and len(rows):
+            moved = origin - self.origins[: m // self.note]
+        queries, columns = pairs.queries / self.temperature, pairs.columns.flatten(0, 1) / self.temperature
+        absent = self.absent[:m].flatten()
+        of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, None)
+        of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, moved)
+        return pairs.scores(queries, positives)._replace(
+            of_columns=of_columns,
+            by_block=of_columns.view(n, m // self.block, -1).logsumexp(2),
+            of_rows=of_rows.view(n, width, len(rows)),
+            on_rows=of_rows.logsumexp(0),
+        )
+
+    def row_losses(self, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Losses of the banked rows, (m,), 0 where a row is not in use; and how many are, a scalar."""
+        m = len(scores.on_rows)
+        log_sums, in_use = torch.logaddexp(self.log_sum[:m], scores.on_rows), self.absent[:m, 0] == 0
+        return (log_sums - self.positive[:m]) * in_use, in_use.sum()
+
+    # Entries come and go ---------------------------------------------------------------------------------------------
+
+    def fit(self, dim: int, hard_negatives: int) -> None:
+        """Make room for that many hard negatives per entry, where data has pairs and tuples; what is stored stays.
+
+        Raises:
+            ValueError: for embeddings of another size than d.
+        """
+        if dim != self.dim:
+            raise ValueError(f"embeddings of size {dim} do not fit a bank of size {self.dim}: make one for each size")
+        more = 1 + hard_negatives - self.columns.shape[1]
+        if more > 0:
+            self.columns = nn.functional.pad(self.columns, (0, 0, 0, more))
+            self.ids = nn.functional.pad(self.ids, (0, more), value=NO_ID)
+            self.absent = nn.functional.pad(self.absent, (0, more), value=self.low)
+
     @torch.no_grad()
     def enqueue(
         self,
@@ -164,43 +186,17 @@ class MemoryBank(nn.Module):
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
     ) -> None:
-        """Append pairs without a loss: (n, d), (n, d), (n, h', d) with h' <= h, int64 (n,), (n,), (n, h').
+        """Append pairs without a loss: (n, d), (n, d), (n, h, d), and int64 ids (n,), (n,), (n, h) where there are any.
 
         Raises:
             ValueError: for a shape that does not fit.
         """
-        check_embeddings(queries, passages, negatives, query_ids, passage_ids, negative_ids)
-        self.check_size(queries.shape[1])
+        ids = Ids(query_ids, passage_ids, negative_ids)
+        check_embeddings(queries, passages, negatives, ids)
         columns = passages[:, None] if negatives is None else torch.cat([passages[:, None], negatives], dim=1)
-        self.grow_hard_negatives(columns.shape[1] - 1)
-        pairs = Pairs.of(queries.to(self.positive), columns.to(self.positive), query_ids, passage_ids, negative_ids)
+        self.fit(queries.shape[1], columns.shape[1] - 1)
+        pairs = Pairs.of(queries.to(self.positive), columns.to(self.positive), ids)
         self.append(pairs, self.scores(pairs), self.greatest(pairs).isfinite())
-
-    def scores(self, pairs: Pairs, origin: Tensor | None = None) -> Scores:
-        """All scores of a micro-batch against itself and the bank.
-
-        Args:
-            origin: (d,), where the mean of the query tower is by now. A banked query then pushes on local columns from
-                where it would be had it moved along; its scores stay those that it was stored with.
-        """
-        m, (n, width, _) = self.span, pairs.columns.shape
-        rows = self.queries[:m]
-        row_mask = column_mask = moved = None
-        if pairs.named:
-            column_mask = hidden(pairs.ids[:, :, 0], self.ids[:, :m].flatten(1), self.positives, local_rows=True)
-            row_mask = hidden(self.ids[:, : len(rows), 0], pairs.ids.flatten(1), self.positives, local_rows=False)
-        if origin is not None and self.has_queries:
-            moved = origin - self.origins[: m // self.note]
-        queries, columns = pairs.queries / self.temperature, pairs.columns.flatten(0, 1) / self.temperature
-        absent = self.absent[:m].flatten()
-        of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, None)
-        of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, moved)
-        return pairs.scores(queries, self.positives)._replace(
-            of_columns=of_columns,
-            by_block=of_columns.view(n, m // self.block, -1).logsumexp(2),
-            of_rows=of_rows.view(n, width, len(rows)),
-            on_rows=of_rows.logsumexp(0),
-        )
 
     def greatest(self, pairs: Pairs) -> Tensor:
         """Scalar: the largest magnitudes of the embeddings in the bank's dtype; not finite where one of them is not."""
@@ -209,19 +205,15 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def append(self, pairs: Pairs, scores: Scores, finite: Tensor, origin: Tensor | None = None) -> None:
-        """Let a micro-batch into the ring, in place, and its scores into the table; the oldest blocks make room.
+        """Let a micro-batch into the ring, in place, and its scores of just now into the table; the oldest make room.
 
-        Of a micro-batch larger than the bank the last pairs stay, of hard negatives as many as there is room for.
-
-        Args:
-            scores: of these pairs, by :meth:`scores` just now.
-            finite: bool scalar on the bank's device. Where it is False the entries hold zeros and are never used.
-            origin: (d,), where the mean of the query tower is.
+        Of a micro-batch larger than the bank the last pairs stay, of hard negatives as many as there is room for. Where
+        ``finite``, a bool scalar on the bank's device, is False, the entries hold zeros and are never used.
         """
         end = self.pairs + len(pairs.queries)
         forgotten = self._forget(self._first_after(end))
         runs = list(self._runs(max(self.first, self.pairs), end))
-        sums = self._extend_sums(scores, runs, forgotten, finite) if self.has_queries else None
+        sums = self._extend_sums(scores, runs, forgotten, finite) if len(self.queries) else None
         width = min(pairs.columns.shape[1], self.columns.shape[1])
         columns, queries, positive = (
             torch.where(finite, x, 0) for x in (pairs.columns, pairs.queries, scores.positive)
@@ -261,6 +253,17 @@ class MemoryBank(nn.Module):
                 torch.logaddexp(stored, more, out=stored)
         return torch.where(finite, sums, self.low)
 
+    def _runs(self, first: int, end: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Blocks, slots and rows of the micro-batch of pairs ``first`` to ``end``: whole blocks in a row, or in one."""
+        while first < end:
+            slot, inside = first % self.slots, first % self.block
+            stop = min(end - end % self.block, first - slot + self.slots)
+            if inside or stop <= first:
+                stop = min(end, first - inside + self.block)
+            blocks = slice(slot // self.block, -(-(slot + stop - first) // self.block))
+            yield blocks, slice(slot, slot + stop - first), slice(first - self.pairs, stop - self.pairs)
+            first = stop
+
     def _first_after(self, end: int) -> int:
         """The first pair in use once ``end`` have come, where a block begins."""
         overwritten = -(-(end - self.bank_size) // self.block)
@@ -281,16 +284,7 @@ class MemoryBank(nn.Module):
         self._update_ends = [pairs for pairs in self._update_ends if pairs > first]
         return forgotten
 
-    def _runs(self, first: int, end: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Blocks, slots and rows of the micro-batch of pairs ``first`` to ``end``: whole blocks in a row, or in one."""
-        while first < end:
-            slot, inside = first % self.slots, first % self.block
-            stop = min(end - end % self.block, first - slot + self.slots)
-            if inside or stop <= first:
-                stop = min(end, first - inside + self.block)
-            blocks = slice(slot // self.block, -(-(slot + stop - first) // self.block))
-            yield blocks, slice(slot, slot + stop - first), slice(first - self.pairs, stop - self.pairs)
-            first = stop
+    # Updates and ages ------------------------------------------------------------------------------------------------
 
     def end_update(self) -> None:
         """Say that the encoder changed: what comes next belongs to another update."""
@@ -300,13 +294,13 @@ class MemoryBank(nn.Module):
             self._update_ends.append(self.pairs)
 
     def encoder_moved(self) -> None:
-        """Say that the entries so far are of an older encoder, and may retire."""
+        """Say that the entries so far are of an older encoder, and may retire, though no update has ended."""
         self._update_began = self.pairs
 
     def retire_all(self) -> None:
         """Leave every entry out from now on, those of the present update included."""
         self._forget(self.pairs)
-        self._update_began = self.pairs
+        self.encoder_moved()
 
     def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[list[int], Tensor]:
         """How many entries in use are ``ages`` updates old, up to the next age, and the sums of their (m,) values."""
@@ -317,30 +311,12 @@ class MemoryBank(nn.Module):
                 sums[i] += values[slots].sum()
         return [end - begin for begin, end in zip(begins, ends, strict=True)], sums
 
-    @torch.no_grad()
-    def grow_hard_negatives(self, hard_negatives: int) -> None:
-        """Make room for that many hard negatives per entry; what is stored stays. For data of pairs and tuples."""
-        more = hard_negatives - self.hard_negatives
-        if more > 0:
-            self.columns = nn.functional.pad(self.columns, (0, 0, 0, more))
-            self.ids = nn.functional.pad(self.ids, (0, more), value=NO_ID)
-            self.absent = nn.functional.pad(self.absent, (0, more), value=self.low)
-
-    def check_size(self, dim: int) -> None:
-        """Refuse embeddings of another size than d, by a ValueError."""
-        if dim != self.dim:
-            raise ValueError(
-                f"embeddings of size {dim} do not fit the bank of size {self.dim}: a bank belongs to one encoder. Make "
-                "a new one for another embedding size."
-            )
-
     def get_extra_state(self) -> Tensor:
         """The counters, int64, on the CPU: reading them never waits for a device."""
         counts = [self.bank_size, self.pairs, self.first, self.limit, self.updates, self._update_began]
         return torch.tensor(counts + self._update_ends)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on from the counters of :meth:`get_extra_state`."""
         _, self.pairs, self.first, self.limit, self.updates, self._update_began, *self._update_ends = state.tolist()
 
 
@@ -381,14 +357,8 @@ def _ring(begin: int, end: int, size: int) -> list[slice]:
 
 
 def check_bank_sizes(bank_size: int, query_bank_size: int | None, least: int = 0) -> None:
-    """Refuse sizes that there are no banks of.
-
-    Raises:
-        ConfigError: naming the setting, its value and the way out.
-    """
+    """Refuse sizes that there are no banks of, by a ConfigError."""
     if not isinstance(bank_size, int) or bank_size < least:
         raise ConfigError(f"bank_size must be a whole number of at least {least}, got {bank_size!r}")
     if query_bank_size not in (None, 0, bank_size):
-        raise ConfigError(
-            f"query_bank_size must be 0 (no query bank) or that of the passages, {bank_size}, got {query_bank_size!r}"
-        )
+        raise ConfigError(f"query_bank_size must be 0 (no query bank) or {bank_size}, got {query_bank_size!r}")

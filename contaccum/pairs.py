@@ -16,6 +16,14 @@ NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
 
 
+class Ids(NamedTuple):
+    """Ids of the texts of a micro-batch, int64, or None where there are none. Equal ids mean the same text."""
+
+    queries: Tensor | None = None  # (n,)
+    passages: Tensor | None = None  # (n,)
+    negatives: Tensor | None = None  # (n, h)
+
+
 class Pairs(NamedTuple):
     """A micro-batch as rows and columns of the similarity matrix."""
 
@@ -25,21 +33,13 @@ class Pairs(NamedTuple):
     named: bool  # False: no ids came, so that nothing of these pairs is masked
 
     @classmethod
-    def of(
-        cls,
-        queries: Tensor,
-        columns: Tensor,
-        query_ids: Tensor | None,
-        passage_ids: Tensor | None,
-        negative_ids: Tensor | None,
-    ) -> Pairs:
-        """Pairs whose ids, int64 (n,), (n,) and (n, h), may be missing."""
+    def of(cls, queries: Tensor, columns: Tensor, given: Ids) -> Pairs:
+        """The pairs with the ids that there are."""
         ids = torch.full((2, *columns.shape[:2]), NO_ID, device=columns.device)
-        given = [(ids[0, :, 0], query_ids), (ids[1, :, 0], passage_ids), (ids[1, :, 1:], negative_ids)]
-        for place, value in given:
+        for place, value in zip((ids[0, :, 0], ids[1, :, 0], ids[1, :, 1:]), given, strict=True):
             if value is not None:
                 place.copy_(value)
-        return cls(queries, columns, ids, any(value is not None for _, value in given))
+        return cls(queries, columns, ids, any(value is not None for value in given))
 
     def scores(self, queries: Tensor, positives: PositivesTable | None = None) -> Scores:
         """All scores of a micro-batch where there is no bank, with its queries (n, d) over the temperature."""
@@ -70,15 +70,9 @@ class PositivesTable:
 
     Args:
         query_ids, passage_ids: int64 (r,) each, ``NO_ID`` where an id is missing.
-
-    Raises:
-        ValueError: for shapes that differ.
     """
 
     def __init__(self, query_ids: Tensor, passage_ids: Tensor) -> None:
-        if query_ids.shape != passage_ids.shape or query_ids.ndim != 1:
-            shapes = f"{tuple(query_ids.shape)} and {tuple(passage_ids.shape)}"
-            raise ValueError(f"query_ids and passage_ids must be (r,) both, got {shapes}")
         known = (query_ids != NO_ID) & (passage_ids != NO_ID)
         query_ids, passage_ids = query_ids[known].long(), passage_ids[known].long()
         self.of_queries, self.of_passages = _Lists(query_ids, passage_ids), _Lists(passage_ids, query_ids)
@@ -108,25 +102,24 @@ class _Lists:
         return (place < length) & (lists.gather(1, place.clamp(max=self.longest - 1)) == values)
 
 
-def hidden(row_ids: Tensor, column_ids: Tensor, positives: PositivesTable | None, local_rows: bool) -> Tensor:
-    """Where a column is no negative of a row, own positives included: bool (r, c), or (c, r) unless rows are local.
+def hidden(local: Tensor, other: Tensor, positives: PositivesTable | None, local_rows: bool) -> Tensor:
+    """Where a row must not take a column for a negative, own positives included: bool (k, c).
 
     Args:
-        row_ids: int64 (2, r): of each row's query, and of the passage that came with it.
-        column_ids: int64 (2, c): of the query that each passage came with (``NO_ID`` at hard negatives), and its own.
+        local: int64 (2, k), ids of the few rows or columns of the micro-batch: for a row those of its query and of the
+            passage that came with it, for a column those of the query that it came with (``NO_ID`` at hard negatives)
+            and its own.
+        other: int64 (2, c), those of the columns, or rows, that they meet.
         positives: pairs known beforehand.
-        local_rows: whether rows are the few of the micro-batch; otherwise columns are.
+        local_rows: whether ``local`` are rows; otherwise they are columns.
     """
-    known = None
-    if positives is not None and local_rows:
-        known = positives.of_queries.hold(row_ids[0], column_ids[1])
-    elif positives is not None:
-        known = positives.of_passages.hold(column_ids[1], row_ids[0])
-    rows, columns = row_ids[:, None], column_ids[:, :, None]
+    same = (local[:, :, None] == other[:, None]).logical_and_(local[:, :, None] != NO_ID)
+    mask = same[0] | same[1]
+    if positives is None:
+        return mask
     if local_rows:
-        rows, columns = row_ids[:, :, None], column_ids[:, None]
-    same = (rows == columns).logical_and_(rows != NO_ID)
-    return same[0] | same[1] if known is None else same[0] | same[1] | known
+        return mask | positives.of_queries.hold(local[0], other[1])
+    return mask | positives.of_passages.hold(local[1], other[0])
 
 
 def low(dtype: torch.dtype) -> float:
@@ -134,44 +127,23 @@ def low(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def mix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014), a bijection, on int64, whose products wrap around."""
-    # int64 shifts repeat the sign, where the finaliser shifts in zeros: with the sign, -1 and 0 would be one.
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
 def check_embeddings(
-    queries: Tensor,
-    passages: Tensor,
-    negatives: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    passage_ids: Tensor | None = None,
-    negative_ids: Tensor | None = None,
-    may_be_empty: bool = False,
+    queries: Tensor, passages: Tensor, negatives: Tensor | None, ids: Ids, may_be_empty: bool = False
 ) -> None:
-    """Refuse a micro-batch whose shapes do not agree: (n, d), (n, d), (n, h, d), int64 (n,), (n,), (n, h).
+    """Refuse a micro-batch whose shapes do not agree: (n, d), (n, d) and (n, h, d), with ids for them.
 
     Raises:
         ValueError: naming the argument, its shape and the shape it should have.
     """
     if queries.ndim != 2 or queries.shape != passages.shape:
         shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
-        raise ValueError(
-            f"queries and passages must have the same shape (n, d), a positive for each query, got {shapes}"
-        )
+        raise ValueError(f"queries and passages must have the same shape (n, d), got {shapes}")
     n, d = queries.shape
     if n == 0 and not may_be_empty:
         raise ValueError("the micro-batch is empty")
-    if negatives is not None and (negatives.ndim != 3 or (negatives.shape[0], negatives.shape[2]) != (n, d)):
-        raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")
-    if negative_ids is not None and negatives is None:
-        raise ValueError("negative_ids came without negatives")
     h = 0 if negatives is None else negatives.shape[1]
-    ids = {"query_ids": (query_ids, (n,)), "passage_ids": (passage_ids, (n,)), "negative_ids": (negative_ids, (n, h))}
-    for name, (value, shape) in ids.items():
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
-        if value is not None and value.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name} must be int64, got {value.dtype}")
+    if negatives is not None and negatives.shape != (n, h, d):
+        raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")
+    for kind, value, shape in zip(("query", "passage", "negative"), ids, ((n,), (n,), (n, h)), strict=True):
+        if value is not None and (value.shape != shape or value.dtype not in (torch.int64, torch.int32)):
+            raise ValueError(f"{kind}_ids must be int64 {shape}, got {value.dtype} {tuple(value.shape)}")

@@ -83,12 +83,12 @@ class History:
             mean = fn.passage_mean.mean if fn.probe is not None else fn.passage_mean.after(passages)[0]
             columns = columns - mean.to(columns)
             slots = torch.arange(bank.first, bank.pairs) % bank.slots
-            moved = (fn.query_mean.mean - bank.origins[slots // bank.note]).to(columns) if bank.has_queries else None
+            moved = (fn.query_mean.mean - bank.origins[slots // bank.note]).to(columns) if len(bank.queries) else None
         width = columns.shape[1]
-        rows = [queries, *(q[None].to(queries) for q, _, _ in used if bank.has_queries)]
+        rows = [queries, *(q[None].to(queries) for q, _, _ in used if len(bank.queries))]
         parts = [columns.reshape(-1, d), *(c.to(columns) for _, c, _ in used)]
         starts = torch.tensor([0, *(len(c) for _, c, _ in used)]).cumsum(0)[:-1] + n * width
-        positives = [*range(0, n * width, width), *(starts.tolist() if bank is not None and bank.has_queries else [])]
+        positives = [*range(0, n * width, width), *(starts.tolist() if bank is not None and len(bank.queries) else [])]
         moved = None if moved is None else torch.cat([torch.zeros_like(queries), moved])
         masked = None
         if ids:

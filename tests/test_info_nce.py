@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_reference import History, dense_loss, errors
+from dense_reference import History, errors
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,86 +73,6 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     assert gradients_apart(accumulated, full_batch(tensors, temperature, similarity)) <= 1e-12
 
 
-def test_passage_bank_alone_is_exact_for_queries_and_wrong_for_passages() -> None:
-    n, k = 4, 3
-    tensors = batch(n * k)
-    loss_fn = BankedInfoNCE(bank_size=n * (k - 1), query_bank_size=0, drift_compensation="none")
-    queries, passages = accumulate(loss_fn, tensors, n)
-    full_queries, full_passages = full_batch(tensors, 1.0, "dot")
-    assert (queries.grad - full_queries.grad).abs().max() <= 1e-12
-    # What is missing: the repulsion of the other micro-batches' queries, sum_i p(i, j) q_i over rows i of others.
-    probabilities = (full_queries.detach() @ full_passages.detach().T).softmax(1)
-    others = torch.ones(n * k, n * k, dtype=torch.bool)
-    for start in range(0, n * k, n):
-        others[start : start + n, start : start + n] = False
-    missing = (probabilities * others).T @ full_queries.detach() / (n * k)
-    assert missing.abs().max() > 1e-3
-    assert (passages.grad + missing - full_passages.grad).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("bank_size", [0, 3, 7])
-def test_all_normalisation_is_n_over_n_plus_m_of_local(bank_size: int) -> None:
-    n = 4
-    results = []
-    for normalize_by in ("local", "all"):
-        loss_fn = BankedInfoNCE(bank_size=bank_size, normalize_by=normalize_by, drift_compensation="none")
-        loss_fn(*batch(5, seed=1))
-        inputs = leaves(batch(n))
-        loss = loss_fn(*inputs)
-        loss.backward()
-        results.append((loss, inputs))
-    (local, local_inputs), (all_, all_inputs) = results
-    factor = n / (n + min(5, bank_size))
-    assert all_.item() == pytest.approx(local.item() * factor, rel=1e-14)
-    for a, b in zip(all_inputs, local_inputs, strict=True):
-        assert torch.allclose(a.grad, b.grad * factor, rtol=1e-12, atol=1e-15)
-
-
-def bank_after(loss_fn: BankedInfoNCE, count: int, n: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Feed ``count`` micro-batches; returns what a bank of loss_fn.bank_size must now hold, oldest first."""
-    batches = [batch(n, h=h, seed=100 + i) for i in range(count)]
-    for tensors in batches:
-        loss_fn(*tensors)
-    m = loss_fn.bank_size
-    queries, passages = (torch.cat([b[i] for b in batches])[-m:] for i in (0, 1))
-    negatives = torch.cat([b[2] for b in batches])[-m:] if h else torch.empty(len(passages), 0, 8, dtype=torch.float64)
-    return queries, passages, negatives
-
-
-@pytest.mark.parametrize("hard_negatives", [0, 2])
-@pytest.mark.parametrize("count", [1, 4, 9], ids=["half full", "full", "wrapped"])
-@pytest.mark.parametrize("normalize_by", ["local", "all"])
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_block_form_equals_dense_loss_and_its_gradient(
-    similarity: str, normalize_by: str, count: int, hard_negatives: int
-) -> None:
-    n, m, temperature, d = 3, 8, 0.3, 8
-    loss_fn = BankedInfoNCE(
-        bank_size=m,
-        temperature=temperature,
-        similarity=similarity,
-        normalize_by=normalize_by,
-        drift_compensation="none",
-    )
-    bank_queries, bank_passages, bank_negatives = bank_after(loss_fn, count, n, hard_negatives)
-    tensors = batch(n, h=hard_negatives)
-    ours, dense = leaves(tensors), leaves(tensors)
-    loss = loss_fn(*ours)
-    loss.backward()
-    expected = dense_loss(
-        rows=[dense[0], bank_queries],
-        columns=[dense[1], bank_passages, *(x.reshape(-1, d) for x in dense[2:]), bank_negatives.reshape(-1, d)],
-        positives=list(range(n + len(bank_queries))),
-        local_rows=n,
-        temperature=temperature,
-        similarity=similarity,
-        normalize_by=normalize_by,
-    )
-    expected.backward()
-    assert abs(loss.item() - expected.item()) <= 1e-12
-    assert gradients_apart(ours, dense) <= 1e-12
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "cos": {"similarity": "cos", "temperature": 0.05},
     "dot in the hundreds": {"temperature": 0.05},
@@ -178,7 +98,7 @@ def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(
     history = History(loss_fn)
     if named == "table":
         history.table = {(q, p) for q in range(0, 30, 3) for p in range(q % 7, 30, 7)}
-        loss_fn.know_positives(PositivesTable(*torch.tensor(list(history.table)).T))
+        loss_fn.positives = PositivesTable(*torch.tensor(list(history.table)).T)
     sizes = [4, 4, 3, 4, 1, 7, 4, 30, 4, 2, 4, 4, 13, 4, 4, 5] * (2 if bank_size < 200 else 4)
     worst = 0.0
     for step, n in enumerate(sizes):
@@ -206,25 +126,16 @@ def named_ids(ids: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("query_ids", "passage_ids", "negative_ids"), ids, strict=False))
 
 
-def test_a_perfect_row_reaches_zero_only_with_the_mask() -> None:
+@pytest.mark.parametrize(
+    ("ids", "mask", "floor"), [(True, True, 0), (True, False, math.log(2)), (False, True, math.log(2))]
+)
+def test_a_perfect_row_reaches_zero_only_with_ids_and_the_mask(ids: bool, mask: bool, floor: float) -> None:
+    """Otherwise its twin in the bank is a "negative" with the same score."""
     queries = torch.eye(4, dtype=torch.float64) * 100
-    ids = torch.arange(4)
-    floors = {}
-    for mask_duplicates in (True, False):
-        loss_fn = BankedInfoNCE(bank_size=4, mask_duplicates=mask_duplicates, drift_compensation="none")
-        for _ in range(2):
-            loss_fn(queries, queries, query_ids=ids, passage_ids=ids)
-        floors[mask_duplicates] = loss_fn.last["local_loss"].item()
-    assert floors[True] < 1e-12
-    assert floors[False] == pytest.approx(math.log(2))  # its twin in the bank is a "negative"
-
-
-def test_without_ids_nothing_is_masked() -> None:
-    queries = torch.eye(4, dtype=torch.float64) * 100
-    loss_fn = BankedInfoNCE(bank_size=4, drift_compensation="none")
+    loss_fn = BankedInfoNCE(bank_size=4, mask_duplicates=mask, drift_compensation="none")
     for _ in range(2):
-        loss_fn(queries, queries)
-    assert loss_fn.last["local_loss"].item() == pytest.approx(math.log(2))
+        loss_fn(queries, queries, **(named_ids([torch.arange(4)] * 2) if ids else {}))
+    assert loss_fn.last["local_loss"].item() == pytest.approx(floor, abs=1e-12)
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
@@ -237,36 +148,6 @@ def test_bank_size_zero_is_plain_info_nce(similarity: str) -> None:
     loss_fn(*inputs).backward()
     assert gradients_apart(inputs, full_batch(tensors, 0.1, similarity)) <= 1e-13
     assert loss_fn.bank is None
-
-
-def test_bank_larger_than_the_data_uses_what_it_has() -> None:
-    loss_fn = BankedInfoNCE(bank_size=1000, drift_compensation="none")
-    for step in range(3):
-        loss_fn(*batch(2, seed=step))
-    assert loss_fn.last["bank_rows"] == 4  # before the third call's own pairs
-    assert loss_fn.last["bank_fill"] == 6
-    assert loss_fn.last["columns"] == 2 + 4
-
-
-@pytest.mark.parametrize(
-    "sizes", [[4, 4, 1], [2, 5, 3], [9, 1, 9]], ids=["ragged last", "changing", "larger than bank"]
-)
-def test_micro_batches_of_any_size_equal_the_dense_loss(sizes: list[int]) -> None:
-    m = 6
-    loss_fn = BankedInfoNCE(bank_size=m, drift_compensation="none")
-    seen: list[list[Tensor]] = []
-    for step, n in enumerate(sizes):
-        tensors = batch(n, seed=step)
-        bank = [torch.cat([old[i] for old in seen])[-m:] for i in (0, 1)] if seen else [torch.empty(0, 8).double()] * 2
-        ours, dense = leaves(tensors), leaves(tensors)
-        loss = loss_fn(*ours)
-        loss.backward()  # after the bank was overwritten in place
-        rows = n + len(bank[0])
-        expected = dense_loss([dense[0], bank[0]], [dense[1], bank[1]], list(range(rows)), n, 1.0, "dot")
-        expected.backward()
-        assert abs(loss.item() - expected.item()) <= 1e-12
-        assert gradients_apart(ours, dense) <= 1e-12
-        seen.append(tensors)
 
 
 def test_enqueueing_before_backward_leaves_the_gradient_alone() -> None:
@@ -285,28 +166,19 @@ def test_enqueueing_before_backward_leaves_the_gradient_alone() -> None:
     assert gradients_apart(at_once, later) == 0.0
 
 
-def test_nothing_is_enqueued_in_eval_mode_or_without_gradients() -> None:
-    loss_fn = BankedInfoNCE(bank_size=8)
+def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing() -> None:
+    loss_fn = BankedInfoNCE(bank_size=8, drift_compensation="none")
     loss_fn(*batch(3))
     before = {key: value.clone() for key, value in loss_fn.state_dict().items()}
     loss_fn.eval()
-    loss_fn(*batch(3, seed=1))
+    losses = [loss_fn(*batch(3, seed=1)).item()]
     loss_fn.train()
     with torch.no_grad():
-        loss_fn(*batch(3, seed=2))
+        losses.append(loss_fn(*batch(3, seed=1)).item())
     after = loss_fn.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    loss_fn(*batch(3, seed=3))
+    assert losses == [loss_fn(*batch(3, seed=1)).item()] * 2
     assert loss_fn.bank is not None and loss_fn.bank.fill == 6
-
-
-def test_eval_mode_gives_the_loss_of_training_mode() -> None:
-    loss_fn = BankedInfoNCE(bank_size=8, drift_compensation="none")
-    loss_fn(*batch(3))
-    loss_fn.eval()
-    evaluated = loss_fn(*batch(3, seed=1))
-    loss_fn.train()
-    assert evaluated.item() == loss_fn(*batch(3, seed=1)).item()
 
 
 @pytest.mark.parametrize("drift_compensation", ["mean", "none"])
@@ -335,7 +207,7 @@ def test_a_micro_batch_that_is_not_finite_leaves_no_trace_but_empty_rows(
     for a, b in zip(clean, spoiled, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     assert loss_fn.bank is not None
-    assert int(loss_fn.bank.usable[:, 0].sum()) == 24 and loss_fn.bank.in_use == 27
+    assert int((loss_fn.bank.absent[:, 0] == 0).sum()) == 24 and loss_fn.bank.in_use == 27
     assert int(loss_fn.last["bank_rows"]) == 24
 
 
@@ -365,7 +237,7 @@ class NoHostReads(TorchDispatchMode):
 def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings: dict[str, Any], named: str) -> None:
     loss_fn = BankedInfoNCE(bank_size=100, similarity="cos", temperature=0.05, **settings)
     if named == "table":
-        loss_fn.know_positives(PositivesTable(torch.arange(9), torch.arange(9)))
+        loss_fn.positives = PositivesTable(torch.arange(9), torch.arange(9))
     for step in range(30):
         inputs = leaves(batch(5, h=step % 2, seed=step, dtype=torch.float32))
         ids = [] if named == "no ids" else [torch.randint(20, x.shape[:-1]) for x in inputs]
@@ -392,27 +264,21 @@ def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
 def test_state_dict_continues_bit_for_bit(similarity: str) -> None:
-    def make() -> BankedInfoNCE:
-        return BankedInfoNCE(bank_size=7, similarity=similarity, temperature=0.1)
+    def run(loss_fn: BankedInfoNCE, steps: range) -> list[Tensor]:
+        found = []
+        for step in steps:
+            inputs = leaves(batch(3, h=1, seed=step))
+            generator = torch.Generator().manual_seed(step)
+            loss = loss_fn(*inputs, **named_ids([torch.randint(4, x.shape[:-1], generator=generator) for x in inputs]))
+            loss.backward()
+            found += [loss.detach(), *(x.grad for x in inputs)]
+        return found
 
-    def step(loss_fn: BankedInfoNCE, number: int) -> list[Tensor]:
-        inputs = leaves(batch(3, h=1, seed=number))
-        ids = [
-            torch.randint(4, shape, generator=torch.Generator().manual_seed(number)) for shape in ((3,), (3,), (3, 1))
-        ]
-        loss = loss_fn(*inputs, *ids)
-        loss.backward()
-        return [loss.detach(), *(x.grad for x in inputs)]
-
-    straight, broken_off = make(), make()
-    for number in range(5):
-        step(straight, number)
-        step(broken_off, number)
-    resumed = make()
-    resumed.load_state_dict(broken_off.state_dict())
-    for number in range(5, 10):
-        for a, b in zip(step(straight, number), step(resumed, number), strict=True):
-            assert torch.equal(a, b)
+    straight, resumed = (BankedInfoNCE(bank_size=7, similarity=similarity, temperature=0.1) for _ in range(2))
+    run(straight, range(5))
+    resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
+    for a, b in zip(run(straight, range(5, 10)), run(resumed, range(5, 10)), strict=True):
+        assert torch.equal(a, b)
     for a, b in zip(straight.state_dict().values(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
@@ -420,10 +286,9 @@ def test_state_dict_continues_bit_for_bit(similarity: str) -> None:
 def test_a_state_of_other_settings_is_refused() -> None:
     loss_fn = BankedInfoNCE(bank_size=4)
     loss_fn(*batch(3))
-    with pytest.raises(ConfigError, match="bank_size=5"):
-        BankedInfoNCE(bank_size=5).load_state_dict(loss_fn.state_dict())
-    with pytest.raises(ConfigError, match="drift_compensation"):
-        BankedInfoNCE(bank_size=4, drift_compensation="none").load_state_dict(loss_fn.state_dict())
+    for settings in ({"bank_size": 5}, {"query_bank_size": 0}, {"drift_compensation": "none"}):
+        with pytest.raises(ConfigError, match="another bank_size, query_bank_size or drift_compensation"):
+            BankedInfoNCE(**{"bank_size": 4, **settings}).load_state_dict(loss_fn.state_dict())
     with pytest.raises(ConfigError, match=r"contaccum 0\.1"):
         BankedInfoNCE(bank_size=4).load_state_dict({"bank.passages": torch.zeros(4, 8)})
 
@@ -460,33 +325,6 @@ def test_half_precision_embeddings_under_autocast_are_scored_in_float32() -> Non
     assert loss.item() == pytest.approx(cross_entropy(reference[0] @ reference[1].T, torch.arange(6)).item(), rel=1e-6)
 
 
-def test_hard_negatives_may_come_and_go_between_micro_batches() -> None:
-    loss_fn = BankedInfoNCE(bank_size=12, drift_compensation="none")
-    bank_queries, bank_passages, bank_negatives = [], [], []
-    for step, h in enumerate([0, 2, 1, 0, 3]):
-        tensors = batch(3, h=h, seed=step)
-        ours, dense = leaves(tensors), leaves(tensors)
-        loss = loss_fn(*ours)
-        loss.backward()
-        rows = [dense[0], *bank_queries]
-        columns = [dense[1], *bank_passages, *(x.reshape(-1, 8) for x in dense[2:]), *bank_negatives]
-        expected = dense_loss(rows, columns, list(range(sum(map(len, rows)))), 3, 1.0, "dot")
-        expected.backward()
-        assert abs(loss.item() - expected.item()) <= 1e-12
-        assert gradients_apart(ours, dense) <= 1e-12
-        bank_queries.append(tensors[0])
-        bank_passages.append(tensors[1])
-        bank_negatives += [x.reshape(-1, 8) for x in tensors[2:]]
-
-
-def test_hard_negatives_stay_out_of_the_bank_when_asked() -> None:
-    loss_fn = BankedInfoNCE(bank_size=8, bank_hard_negatives=False)
-    for step in range(3):
-        loss_fn(*batch(3, h=2, seed=step))
-    assert loss_fn.last["columns"] == 3 + 3 * 2 + 6
-    assert loss_fn.bank.negatives.shape == (8, 0, 8)
-
-
 def test_mean_compensation_undoes_a_shift_of_the_towers() -> None:
     """Every new embedding moves by one vector: compensated entries move along, uncompensated ones stay behind."""
     generator = torch.Generator().manual_seed(3)
@@ -512,29 +350,6 @@ def test_mean_compensation_undoes_a_shift_of_the_towers() -> None:
     assert abs(local_loss("mean", moved=True) - still) < 0.25 * abs(local_loss("none", moved=True) - still)
 
 
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_compensated_loss_equals_the_dense_loss_on_shifted_passages(similarity: str) -> None:
-    n, m = 3, 8
-    loss_fn = BankedInfoNCE(bank_size=m, similarity=similarity, temperature=0.3)
-    empty = torch.empty(0, 8, dtype=torch.float64)
-    bank_queries, bank_passages = empty, empty
-    for step in range(6):
-        tensors = [x + 0.2 * step for x in batch(n, seed=step)]
-        ours, dense = leaves(tensors), leaves(tensors)
-        loss = loss_fn(*ours)
-        loss.backward()
-        mean = loss_fn.passage_mean.mean.clone()
-        unit = [normalize(x, dim=-1) if similarity == "cos" else x for x in dense]
-        rows, columns = [unit[0], bank_queries[-m:]], [unit[1], bank_passages[-m:] + mean]
-        count = sum(map(len, rows))
-        expected = dense_loss(rows, columns, list(range(count)), n, 0.3, "dot")
-        expected.backward()
-        assert abs(loss.item() - expected.item()) <= 1e-12
-        assert gradients_apart(ours, dense) <= 1e-12
-        bank_queries = torch.cat([bank_queries, unit[0].detach()])
-        bank_passages = torch.cat([bank_passages, unit[1].detach() - mean])
-
-
 def test_shapes_and_settings_that_cannot_work_are_refused() -> None:
     loss_fn = BankedInfoNCE(bank_size=4)
     loss_fn(*batch(3, d=8))
@@ -545,10 +360,9 @@ def test_shapes_and_settings_that_cannot_work_are_refused() -> None:
         loss_fn(queries, passages[:2])
     with pytest.raises(ValueError, match="negatives must be"):
         loss_fn(queries, passages, negatives[:, 0])
-    with pytest.raises(ValueError, match="query_ids must have shape"):
-        loss_fn(queries, passages, query_ids=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="int64"):
-        loss_fn(queries, passages, query_ids=torch.zeros(3))
+    for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"query_ids must be int64 \(3,\)"):
+            loss_fn(queries, passages, query_ids=ids)
     for settings in (
         {"bank_size": -1},
         {"bank_size": 4, "query_bank_size": 5},
@@ -560,30 +374,6 @@ def test_shapes_and_settings_that_cannot_work_are_refused() -> None:
     ):
         with pytest.raises(ConfigError):
             BankedInfoNCE(**settings)
-
-
-def test_gradcheck() -> None:
-    loss_fn = BankedInfoNCE(bank_size=5, similarity="cos", temperature=0.2)
-    loss_fn(*batch(4, h=1, seed=1))
-    loss_fn.eval()  # the same bank at every call
-    assert torch.autograd.gradcheck(loss_fn, tuple(leaves(batch(3, h=1))))
-
-
-def test_pairs_written_straight_into_the_bank_count_from_the_next_micro_batch() -> None:
-    loss_fn = BankedInfoNCE(bank_size=12, drift_compensation="none")
-    loss_fn(*batch(3, seed=1))
-    assert loss_fn.bank is not None
-    for seed in (2, 3, 4):
-        loss_fn.bank.enqueue(*batch(4, seed=seed))
-    queries, passages = leaves(batch(3, seed=5))
-    loss = loss_fn(queries, passages)
-    loss.backward()
-    banked = [torch.cat(x) for x in zip(*(batch(4, seed=seed) for seed in (2, 3, 4)), strict=True)]
-    q, p = leaves(batch(3, seed=5))
-    expected = dense_loss([q, banked[0]], [p, banked[1]], [*range(15)], 3, 1.0, "dot")
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert gradients_apart([queries, passages], [q, p]) <= 1e-12
 
 
 def test_bank_loss_is_the_mean_over_the_rows_in_use() -> None:

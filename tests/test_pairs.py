@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contaccum.pairs import NO_ID, PositivesTable, hidden, mix64
+from contaccum.losses import mix64
+from contaccum.pairs import NO_ID, PositivesTable, hidden
 
 
 @pytest.mark.parametrize("with_table", [False, True])
@@ -21,7 +22,7 @@ def test_mask_equals_a_loop_with_any_int64_and_missing_ids(with_table: bool) -> 
         rows, columns, known = ids(2, 6), ids(2, 9), ids(2, 5 if with_table else 0)
         table = PositivesTable(*known) if with_table else None
         mask = hidden(rows, columns, table, local_rows=True)
-        assert torch.equal(mask, hidden(rows, columns, table, local_rows=False).T)
+        assert torch.equal(mask, hidden(columns, rows, table, local_rows=False).T)
         pairs = {pair for pair in zip(*known.tolist(), strict=True) if NO_ID not in pair}
         for i, (query, passage) in enumerate(rows.T.tolist()):
             for j, (of, held) in enumerate(columns.T.tolist()):
