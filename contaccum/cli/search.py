@@ -82,7 +82,6 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
         raise ConfigError("name a MODEL to encode the queries with, or give a store of encoded queries to --queries")
     report = RecordReport(args.on_bad_record)
     texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
-    report.refuse_if_nothing_left(args.queries, len(texts), "queries")
     print(report.summary())
     model = load_model(args.model, args)
     _check_model(args, store, model_fingerprint(model), "query")

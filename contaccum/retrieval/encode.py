@@ -52,7 +52,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         path = beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
         questions = load_questions(path, report.on_bad_record)
-        report.restore(questions.report.to_dict())
+        report.restore(vars(questions.report))
         yield from (Passage(name, "", text) for name, text in questions.texts.items())
         return
     known: np.ndarray = np.empty(0, dtype=np.uint64)

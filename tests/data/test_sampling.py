@@ -118,10 +118,10 @@ def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data: Tra
     assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
     sampling(data).set_epoch(4, 2)
     there = pickle.loads(pickle.dumps(data.transform))
-    assert (there.epoch, there.seed) == (4, 2)
+    assert there.epoch == 4
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
     assert data.dataset.remove_columns("negative_2")[0].keys() == {"query", "positive", "negative_1", "label"}
-    with pytest.raises(ConfigError, match=r"belongs into query and positive\. Keep their names"):
+    with pytest.raises(ConfigError, match="keep the names query and positive"):
         data.dataset.rename_column("query", "anchor")[0]
 
 
@@ -155,18 +155,12 @@ def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(t
         data.dataset[1]
 
 
-def test_records_with_too_few_negatives_are_dropped_or_bad_and_counted(tmp_path: Path) -> None:
+def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", records())
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
     kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
     assert [row["query"] for row in data.dataset] == kept
     assert "30 records: 20 used, 10 left out (10 too few hard negatives; first: " in data.summary()
-    with pytest.raises(DataError, match=r"a\.jsonl:1: too few hard negatives: 0 where"):
-        load_training_data(path, num_hard_negatives=H, missing_negatives="stop")
-    settings: dict[str, Any] = {"missing_negatives": "stop", "on_bad_record": "skip", "num_hard_negatives": H}
-    stopped = load_training_data(path, **settings)
-    assert [row["query"] for row in stopped.dataset] == kept
-    assert stopped.report.first == f"{path}:1" and stopped.report.reported == 10
     bare = write(tmp_path / "b.jsonl", [{"query": "q", "positive": "p"}])
     with pytest.raises(DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"):
         load_training_data(bare, num_hard_negatives=1)
@@ -195,12 +189,12 @@ def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -
     def seen(**settings: Any) -> set[str]:
         data = load_training_data(path, num_hard_negatives=H, **settings)
         taken = [(row["negative_1"], row["negative_2"]) for epoch in range(60) for row in rows(data, epoch)]
-        assert all(a != b for a, b in taken) or settings == {"draw_negatives": False}
+        assert all(a != b for a, b in taken)
         return {text for pair in taken for text in pair}
 
     assert seen() == set("abcdef")
     assert seen(negatives_from=4) == set("abc")  # the first four of the list, in which "a" is twice
-    assert seen(draw_negatives=False) == {"a"}
+    assert seen(negatives_from=3) == set("ab")  # always the first
 
 
 def test_rows_have_no_ids_where_no_query_has_several_positives(tmp_path: Path) -> None:
@@ -216,10 +210,11 @@ def test_several_positives_are_those_of_queries_with_more_than_one() -> None:
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, 60, (200, 2))
     found = several_positives(pairs)
+    assert found is not None
     distinct = {tuple(pair) for pair in pairs.tolist()}
     counts = Counter(query for query, _ in distinct)
     assert [tuple(pair) for pair in found.tolist()] == sorted(pair for pair in distinct if counts[pair[0]] > 1)
-    assert several_positives(np.array([[1, 2], [3, 4], [1, 2]])).shape == (0, 2)
+    assert several_positives(np.array([[1, 2], [3, 4], [1, 2]])) is None
 
 
 def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path: Path) -> None:
@@ -228,7 +223,7 @@ def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_
     paths = [write(tmp_path / f"{i}.jsonl", [record]) for i, record in enumerate([base, *others])]
     assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
     assert load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint  # no negative is used
-    taken = [{}, {"draw_negatives": False}, {"missing_negatives": "drop"}]
+    taken = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
     found = [load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint for options in taken]
     assert found[0] == found[2] != found[1]
 
@@ -247,16 +242,15 @@ def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs() -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"positives": "some"}, "positives must be one of draw, first, all, got 'some'"),
-        ({"missing_negatives": "skip"}, "missing_negatives must be one of fill, drop, stop, got 'skip'"),
-        ({"num_hard_negatives": -1}, "num_hard_negatives=-1 is not a number of texts"),
-        ({"negatives_from": 5}, "negatives_from=5 with num_hard_negatives=0"),
-        ({"num_hard_negatives": 3, "negatives_from": 2}, "negatives_from=2 with num_hard_negatives=3"),
-        ({"num_hard_negatives": 1, "negatives_from": 2, "draw_negatives": False}, "with draw_negatives=false"),
+        {"positives": "some"},
+        {"missing_negatives": "skip"},
+        {"num_hard_negatives": -1},
+        {"negatives_from": 5},
+        {"num_hard_negatives": 3, "negatives_from": 2},
     ],
 )
-def test_settings_that_cannot_work_together_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_cannot_work_together_are_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
         Selection(**settings)

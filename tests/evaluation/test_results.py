@@ -63,7 +63,7 @@ def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path, line, reason):
         read_trec_run(path)
     assert read_trec_run(path, "skip") == {"q": {"a": 0.9}}
     path.write_text("x\n")
-    with pytest.raises(DataError, match="no results left to use"):
+    with pytest.raises(DataError, match="no records left to use"):
         read_trec_run(path, "skip")
 
 

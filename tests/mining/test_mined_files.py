@@ -42,7 +42,7 @@ def output(folder: Path, output_format: str) -> Path:
 def test_what_is_written_is_read_back_as_training_data(mined, tmp_path, output_format, source):
     found = mined[source]
     path, report = write_mined(found, output(tmp_path / "new", output_format), output_format)
-    training = load_training_data(path, num_hard_negatives=2, draw_negatives=False, positives="first").dataset
+    training = load_training_data(path, num_hard_negatives=2, negatives_from=2, positives="first").dataset
     columns = ("query", "positive", "negative_1", "negative_2")
     data = found.data
     expected = [
