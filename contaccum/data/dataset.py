@@ -154,10 +154,8 @@ def _pairs(records: Dataset) -> np.ndarray:
 
 
 def _rows(kept: np.ndarray, each: np.ndarray, records: int) -> np.ndarray | None:
-    """int64 (N, 2), the record of each row and which of its positives; None where row i is record i.
-
-    `kept` are the records that have rows, and `each` says how many.
-    """
+    """Of `kept` records, with `each` so many rows: int64 (N, 2), the record of each row and which of its positives; None
+    where row i is record i."""
     if len(kept) == records and each.max() == 1:
         return None
     each = each.astype(np.int64)
@@ -184,17 +182,11 @@ class TrainingSet(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Several sets that were read, or one.
-
-    Attributes:
-        sets: what is said of each.
-        parts: their rows. Of several, each brings the ids of its texts, and knows the positives of all.
-        fingerprint: sha256, in hex, of the fingerprints of all in order.
-    """
+    """Several sets that were read, or one."""
 
     sets: Sequence[TrainingSet]
     parts: Sequence[TrainingData]
-    fingerprint: str
+    fingerprint: str  # sha256, in hex, of those of all in order
 
     @property
     def dataset(self) -> Dataset | DatasetDict | IterableDataset:
@@ -232,16 +224,8 @@ class TrainingSets:
 
 
 def load_training_sets(sets: Sequence[TrainingSet], **common: Any) -> TrainingSets:
-    """Read sets, each as `load_training_data` does, and let each of several know the positives of all.
-
-    The same text in two sets is the same passage, or the same query: a passage that any set gives a query as its
-    positive is no negative of it in another. ::
-
-        sets = load_training_sets(parse_training_sets(["a.jsonl", {"path": "b.csv", "query_prompt": "faq: "}]))
-        trainer = ContAccumTrainer(model=model, args=args, train_dataset=sets.dataset)
-
-    Args:
-        common: arguments of `load_training_data`, where a set does not say otherwise.
+    """Read sets, each as `load_training_data` does with its own arguments and `common`; of several, all know the
+    positives of all: what any set calls a positive of a query is no negative of it in another.
 
     Raises:
         ConfigError, DataError: as `load_training_data`; several sets as a stream.
@@ -263,11 +247,8 @@ def parse_training_sets(
 ) -> list[TrainingSet]:
     """Training sets from paths and mappings with keys of `SET_KEYS`; a text that begins with `{` is a mapping in JSON.
 
-    Args:
-        common: settings of all sets, under the names of `load_training_data`, which a mapping overrides.
-
-    Raises:
-        ConfigError: an unknown key or a value that cannot be used, or two sets of one name.
+    A mapping overrides what is `common` to all, arguments of `load_training_data`. Raises `ConfigError` for what cannot
+    be used, and for two sets of one name.
     """
     sets: dict[str, TrainingSet] = {}
     for item in given:
@@ -305,10 +286,8 @@ _ABOUT = "about.json"
 
 
 def _cached(source: Source, report: RecordReport) -> tuple[Dataset, dict[str, Any]]:
-    """The records of a source in the cache, and what is known about them; written first where there are none.
-
-    `datasets` lets one process write and others wait. What is known is there before they go on.
-    """
+    """The records of a source in the cache, and what is known about them; `datasets` lets one process write them where
+    there are none, and others wait."""
     from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
@@ -337,7 +316,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, dict[str, An
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError):
-            mend = "free some space, or name another folder in the environment variable CONTACCUM_CACHE"
+            mend = "free some space, or set the environment variable CONTACCUM_CACHE"
             raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} ({mend})")) from error
         raise cause from None
     return records, read_json(folder / _ABOUT)

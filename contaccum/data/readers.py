@@ -62,6 +62,13 @@ FIELDS = {
 }
 """The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too."""
 
+# By a file of theirs.
+_FOLDERS: dict[str, DataFormat] = {
+    "corpus.jsonl": "beir",
+    "collection.tsv": "msmarco",
+    "state.json": "hub",
+    "dataset_dict.json": "hub",
+}
 _CACHED = 3  # to be raised when the readers or the cache change, so that older files are not taken for new
 
 
@@ -159,7 +166,7 @@ class Source:
             found = datasets.load_from_disk(source)
             return found[self.split] if isinstance(found, dict) else found
         except Exception as error:  # the hub's, the network's, the builders' and Arrow's own have no common ancestor
-            what = "" if self.path.is_dir() else "no such file or folder, and "
+            what = "" if self.path.exists() else "no such file or folder, and "
             what += f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: {str(error)[:300]}"
             raise DataError(one_line(f"{source}: {what}")) from error
 
@@ -172,8 +179,8 @@ class Source:
             # What datasets has fetched: other files when it changes on the hub.
             files = [Path(file["filename"]) for file in self._dataset().cache_files]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
-        settings = (self.data_format, self.split, dict(self.columns), self.num_negatives)
-        return fingerprint(_CACHED, str(self.path), facts, settings, *about)
+        settings = (str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
+        return fingerprint(_CACHED, facts, settings, *about)
 
 
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
@@ -184,12 +191,10 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     """
     path = Path(source)
     if path.is_dir():
-        marks: dict[str, DataFormat] = {"corpus.jsonl": "beir", "collection.tsv": "msmarco"}
-        marks |= {"state.json": "hub", "dataset_dict.json": "hub"}
-        for name, found in marks.items():
+        for name, found in _FOLDERS.items():
             if any(path.glob(f"{name}*")):
                 return found
-        raise DataError(one_line(f"{path}: a folder without any of {', '.join(marks)} (see docs/data.md)"))
+        raise DataError(one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
     if not path.exists() and re.fullmatch(r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?", str(source)):
         return "hub"
     head = first_bytes(path)

@@ -38,25 +38,15 @@ _TRIES = 256  # that other passages are sampled in place of missing negatives be
 
 @dataclass(frozen=True)
 class Selection:
-    """How rows are made of records.
+    """How rows are made of records; raises `ConfigError` for values that cannot work, or not together."""
 
-    Attributes:
-        num_hard_negatives: h, of each row.
-        positives: "draw": a row for each record, with one of its positives, drawn anew in each epoch. "first": always
-            the first. "all": a row for each positive. None: "all" for judgements (BEIR, MS MARCO), each of which is a
-            pair, and "draw" for others.
-        negatives_from: sample from the first so many that are listed, of which h are always the first h; None: from all
-            (of an MS MARCO folder, 30).
-        missing_negatives: what to do with a record of fewer than h. "fill": passages of other records take their place.
-            "drop": leave it out.
-
-    Raises:
-        ConfigError: for values that cannot work, or not together.
-    """
-
-    num_hard_negatives: int = 0
+    num_hard_negatives: int = 0  # h, of each row
+    # "draw": a row for each record, with one of its positives, drawn anew in each epoch. "first": always the first.
+    # "all": a row for each positive. None: "all" for judgements (BEIR, MS MARCO), each of which is a pair, else "draw".
     positives: PositivesUsed | None = None
+    # Sample from the first so many that are listed; None: from all (of an MS MARCO folder, 30). Of h, always the first.
     negatives_from: int | None = None
+    # A record of fewer than h: "fill" up with passages of other records, or "drop" it.
     missing_negatives: MissingNegatives = "fill"
 
     def __post_init__(self) -> None:
@@ -64,9 +54,7 @@ class Selection:
         check_choice("positives", self.positives, (None, *POSITIVES_USED))
         check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
         if h < 0 or (most is not None and not 0 < h <= most):
-            raise ConfigError(
-                f"num_hard_negatives={h} with negatives_from={most}: 0 or more, and no more"
-            )
+            raise ConfigError(f"num_hard_negatives={h} with negatives_from={most}: 0 or more, and no more")
 
     def sample(
         self, rng: np.random.Generator, positives: Sequence[str], negatives: Sequence[str], which: int = 0
@@ -150,13 +138,11 @@ class EpochSampling:
             sampled["label"] = labels
         return sampled | others
 
-    def first_texts(self, numbers: Sequence[int]) -> list[list[str | None]]:
-        """For each row its query, its first positive and its first h negatives, None where one is missing."""
+    def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
+        """By column, of each row its query, its first positive and its first h negatives, None where one is missing."""
         h = len(self.columns) - 2
-        read = self._read(list(numbers))
-        return [
-            [query, positives[which], *[*negatives, *[None] * h][:h]] for query, positives, negatives, which in read
-        ]
+        rows = [[query, found[which], *[*rest, *[None] * h][:h]] for query, found, rest, which in self._read(numbers)]
+        return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
 
     def further_positives(self, number: int) -> list[str]:
         """What else a row may take as its positive."""
@@ -176,24 +162,21 @@ class EpochSampling:
             rows = list(zip(found["query"], found["positives"], found["negatives"], strict=True))
         return [(*row, number) for row, number in zip(rows, which, strict=True)]
 
-    def _filled(self, rng: np.random.Generator, query: str, positive: str, given: list[str]) -> list[str]:
-        """`given` and other rows' positives: random negatives, but no known positives of the query."""
+    def _filled(self, rng: np.random.Generator, query: str, positive: str, found: list[str]) -> list[str]:
+        """`found` and other rows' positives: random negatives, but no known positives of the query."""
         wanted = len(self.columns) - 2
-        query_id, *used = text_ids([query, positive, *given]).tolist()
-        forbidden, found = {*used, *positives_of(query_id, self.known_positives)}, list(given)
+        query_id, *used = text_ids([query, positive, *found]).tolist()
+        forbidden = {*used, *positives_of(query_id, self.known_positives)}
         for _ in range(_TRIES):
-            _, positives, _, which = self._read([int(rng.integers(len(self)))])[0]
-            key = int(text_ids([positives[which]])[0])
-            if key not in forbidden:
-                forbidden.add(key)
-                found.append(positives[which])
             if len(found) == wanted:
                 return found
+            [(_, positives, _, which)] = self._read([int(rng.integers(len(self)))])
+            [passage_id] = text_ids([positives[which]]).tolist()
+            if passage_id not in forbidden:
+                forbidden.add(passage_id)
+                found = [*found, positives[which]]
         if not found:
-            raise DataError(
-                "num_hard_negatives: a query without negatives, and no passage of the training data that is not a "
-                "positive of it (set missing_negatives to drop, or num_hard_negatives to 0)"
-            )
+            raise DataError("a query without negatives, and no passage that could be one (set num_hard_negatives to 0)")
         # In a tiny set there may be too few other passages: then one is there twice.
         return [found[place % len(found)] for place in range(wanted)]
 
@@ -236,11 +219,8 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
     """Texts by column of all rows in their order, a batch at a time, as they are before anything is sampled."""
     samplings = samplings_of(dataset)
     for batch in dataset.with_format(None).iter(batch_size):
-        if samplings:
-            rows = samplings[0].first_texts(batch["query"])
-            yield dict(zip(samplings[0].columns, map(list, zip(*rows, strict=True)), strict=True))
-        else:
-            yield {name: texts for name, texts in batch.items() if name not in LABELS}
+        texts = samplings[0].first_texts(batch["query"]) if samplings else batch
+        yield {name: values for name, values in texts.items() if name not in LABELS}
 
 
 # Streams --------------------------------------------------------------------------------------------------------------
@@ -251,11 +231,8 @@ def stream_rows(
 ) -> IterableDataset:
     """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end.
 
-    They are in an order that (seed, buffer_size) determine; `.skip(n)` goes on after the first n, which are then read
-    but not given. `report` is of the pass that is being read.
-
-    Raises:
-        ConfigError: missing negatives are to be filled in: other rows are not known.
+    Their order is a function of (seed, buffer_size); `report` is of the pass that is being read. Raises `ConfigError`
+    where missing negatives are to be filled in: other rows are not known.
     """
     from datasets import Features, IterableDataset, List, Value
 

@@ -127,7 +127,7 @@ case("csv quote left open", file("a.csv", 'query,positive\nq,"open\nr,p\n'), r":
 case("csv empty text", file("a.csv", "query,positive\nq,\nr,p\n"), r"a\.csv:2: missing positive", (1, 1))
 case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:4: not three columns: found 2", (3, 1))
 case("triples of ids", file("qidpidtriples.tsv", "1\t2\t3\n"), r"\.tsv:1: ids where texts are expected", None)
-case("no parquet", file("a.parquet", "PAR1"), r"a\.parquet:1: damaged, or of another format", None)
+case("no parquet", file("a.parquet", "PAR1"), r"a\.parquet: as a Hugging Face dataset .* cannot be loaded", None)
 no_positive = [{"query": "q", "score": 1}]
 case("parquet", lambda f: put_parquet(f / "a.parquet", no_positive), r":1: missing positive: .*'query, score'", None)
 
@@ -156,7 +156,9 @@ latin = changed(put_msmarco, "collection.tsv", b"77\tK\xe4se\n", append=True)
 case("msmarco, latin-1", latin, r"collection\.tsv:10: not UTF-8 text", (3, 1))
 triple = changed(put_msmarco, "qidpidtriples.train.full.2.tsv", "9\t0\t10\n", append=True)
 case("msmarco, triple", triple, r"2\.tsv:7: unknown id in queries\.train\.tsv: '9'", (3, 1), num_hard_negatives=1)
-case("msmarco, id twice", changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n"), r"n\.tsv: two lines have the id", None)
+case(
+    "msmarco, id twice", changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n"), r"n\.tsv: two lines have the id", None
+)
 case("msmarco, no split", lambda f: put_msmarco(f / "m"), r"qrels\.dev\.tsv: no such file", None, split="dev")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -25,15 +24,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each record that is read from a source."""
-    seen: list[int] = []
+    seen: list[str] = []
     read = Source.records
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        for line, record in read(*args, **kwargs):
-            seen.append(line)
-            yield line, record
+        for record in read(*args, **kwargs):
+            seen.append(record.query)
+            yield record
 
     monkeypatch.setattr(Source, "records", counted)
     return seen
@@ -47,15 +46,15 @@ def write(path: Path, *lines: Any) -> Path:
 ROWS = [{"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]} for i in range(9)]
 
 
-def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Path, reads: list[int]) -> None:
+def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Path, reads: list[str]) -> None:
     path = write(tmp_path / "a.jsonl", *ROWS, "broken")
     first, second = (load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2))
     assert len(reads) == 9
-    assert first.fingerprint == second.fingerprint and first.report.to_dict() == second.report.to_dict()
+    assert first.fingerprint == second.fingerprint and first.report == second.report
     assert "1 broken JSON" in second.summary() and list(first.dataset) == list(second.dataset)
 
 
-def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder: Path, reads: list[int]) -> None:
+def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder: Path, reads: list[str]) -> None:
     path = write(tmp_path / "a.jsonl", *ROWS)
     taken: list[dict[str, Any]] = [
         {},
@@ -64,7 +63,6 @@ def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder:
         {"num_hard_negatives": 2},
         {"num_hard_negatives": 2, "missing_negatives": "drop"},
         {"num_hard_negatives": 2, "negatives_from": 2},
-        {"num_hard_negatives": 1, "draw_negatives": False},
     ]
     for options in taken:
         load_training_data(path, **options)
@@ -88,21 +86,6 @@ def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> No
         qrels = write(tmp_path / "beir" / "qrels" / "train.tsv", f"{query}\td\t1")
         os.utime(qrels, (number, number))
         assert load_training_data(tmp_path / "beir").dataset[0]["query"] == query
-
-
-def test_what_was_damaged_or_cleared_is_made_again(tmp_path: Path, folder: Path, reads: list[int]) -> None:
-    path = write(tmp_path / "a.jsonl", *ROWS)
-    expected = list(load_training_data(path).dataset)
-    (stored,) = folder.iterdir()
-    for damage in (
-        lambda: (stored / "about.json").write_text("{"),
-        lambda: (stored / "about.json").unlink(),
-        lambda: next(stored.rglob("*.arrow")).write_bytes(b"ARROW"),
-        lambda: shutil.rmtree(tmp_path / "cache"),
-    ):
-        damage()
-        reads.clear()
-        assert list(load_training_data(path).dataset) == expected and len(reads) == 9
 
 
 def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(
@@ -181,7 +164,7 @@ def test_nothing_is_used_of_what_was_not_finished(tmp_path: Path, folder: Path) 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "file")
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(DataError, match=r"cannot be stored: Not a directory .*CONTACCUM_CACHE") as caught:
+    with pytest.raises(DataError, match=r"cannot be stored: .*Not a directory.*CONTACCUM_CACHE") as caught:
         load_training_data(write(tmp_path / "a.jsonl", *ROWS))
     assert "\n" not in str(caught.value)
 
