@@ -92,7 +92,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("encode", "Encode a corpus of any size into a memory-mapped store of embeddings.")
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a name on the model hub")
-    forms = "jsonl, parquet, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
+    forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
     add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
     parser.add_shared("output")
     add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")

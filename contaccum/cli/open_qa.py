@@ -62,7 +62,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("model", nargs="?", metavar="MODEL", help="a folder, or a name on the model hub")
     add("--run", type=Path, metavar="RUN.trec", help="score this run instead of searching with a MODEL")
     add("--questions", type=Path, required=True, metavar="FILE", help="DPR's .qa.csv, jsonl or json with answers")
-    what = "psgs_w100.tsv, jsonl, parquet or a BEIR folder"
+    what = "psgs_w100.tsv, jsonl or a BEIR folder"
     add("--passages", type=Path, required=True, metavar="FILE", help=what)
     add("--match", choices=("string", "regex"), default="string", help="regex for CuratedTREC")
     add("--k_values", nargs="+", type=int, default=[1, 5, 20, 100], metavar="K")

@@ -154,7 +154,7 @@ def _pairs(records: Dataset) -> np.ndarray:
 
 
 def _rows(kept: np.ndarray, each: np.ndarray, records: int) -> np.ndarray | None:
-    """Of `kept` records, with `each` so many rows: int64 (N, 2), the record of each row and which of its positives; None
+    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives; None
     where row i is record i."""
     if len(kept) == records and each.max() == 1:
         return None

@@ -179,7 +179,7 @@ class Source:
             # What datasets has fetched: other files when it changes on the hub.
             files = [Path(file["filename"]) for file in self._dataset().cache_files]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
-        settings = (str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
+        settings = ("" if facts else str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
         return fingerprint(_CACHED, facts, settings, *about)
 
 

@@ -263,7 +263,7 @@ def csv_rows(path: AnyPath) -> Rows:
 def split_header(line: str) -> tuple[str, list[str]]:
     """The delimiter of a header, and its names."""
     delimiter = max((",", ";", "\t"), key=line.count)
-    return delimiter, [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter), [])]
+    return delimiter, [cell.strip().strip('"') for cell in line.split(delimiter)]
 
 
 def arrow_rows(source: AnyPath, batches: Iterable[Any]) -> Rows:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from sample_texts import sentences
 
@@ -44,7 +42,6 @@ def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPat
     (root / "beir" / "corpus.jsonl").write_text(lines)
     queries = [{"_id": f"q{n}", "text": text} for n, text in enumerate(sentences(7, 2))]
     (root / "beir" / "queries.jsonl").write_text("".join(json.dumps(query) + "\n" for query in queries))
-    pq.write_table(pa.Table.from_pylist(records), root / "corpus.parquet")
     rows = "".join(f"{p.id}\t{p.text}\t{p.title}\n" for p in PASSAGES)
     (root / "psgs_w100.tsv").write_text("id\ttext\ttitle\n" + rows)
     (root / "collection.tsv").write_text("".join(f"{p.id}\t{p.passage}\n" for p in PASSAGES))
@@ -74,9 +71,7 @@ def whole(root: Path) -> Path:
     return root / "whole"
 
 
-@pytest.mark.parametrize(
-    "corpus", ["corpus.jsonl", "corpus.jsonl.gz", "corpus.parquet", "psgs_w100.tsv", "collection.tsv", "beir"]
-)
+@pytest.mark.parametrize("corpus", ["corpus.jsonl", "corpus.jsonl.gz", "psgs_w100.tsv", "collection.tsv", "beir"])
 def test_embeddings_are_those_of_the_model_from_every_form(
     root: Path, model: DualEncoder, tmp_path: Path, corpus: str
 ) -> None:

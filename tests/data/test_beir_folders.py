@@ -21,7 +21,6 @@ from contaccum.data import (
     default_split,
     load_beir_folder,
     load_training_data,
-    passage_text,
     resolve_beir_data,
     shipped_scifact,
 )
@@ -114,12 +113,6 @@ def test_every_bad_record_names_its_file_line_and_reason(
     assert data.fingerprint == load_beir_folder(make(tmp_path / "clean")).fingerprint
 
 
-def test_a_document_left_out_takes_its_judgements_along_and_both_are_counted(tmp_path: Path) -> None:
-    data = load_beir_folder(make(tmp_path, corpus=["broken", *CORPUS[1:]]), on_bad_record="skip")
-    assert data.qrels == {"q1": {"d2": 2, "3": 0}}
-    assert data.report.by_reason == {"broken JSON": 1, "unknown document": 1}
-
-
 def test_empty_documents_are_kept_for_evaluation_and_left_out_of_training(tmp_path: Path) -> None:
     qrels = [QRELS[0], "q1\td1\t1", "q1\td9\t1"]
     folder = make(tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'], qrels=qrels)
@@ -138,11 +131,6 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
     for part in ("corpus", "queries", "qrels"):
         with pytest.raises(DataError, match=f"{part}.*: no records left to use; .* 2 left out"):
             load_beir_folder(make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip")
-
-
-@pytest.mark.parametrize(("title", "text", "passage"), [("T", "x ", "T x"), (" ", "x", "x"), ("T", " ", "T")])
-def test_a_passage_is_title_and_text_without_a_stray_space(title: str, text: str, passage: str) -> None:
-    assert passage_text(title, text) == passage
 
 
 def test_shipped_scifact_is_the_published_one(tmp_path: Path) -> None:

@@ -74,18 +74,11 @@ def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder:
 
 
 def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"query": "q", "positive": "p"})
+    path = tmp_path / "a.jsonl"
     for number in range(3):  # of the same size
         write(path, {"query": str(number), "positive": "p"})
         os.utime(path, (number, number))
         assert load_training_data(path).dataset[0]["query"] == str(number)
-    (tmp_path / "beir" / "qrels").mkdir(parents=True)
-    write(tmp_path / "beir" / "corpus.jsonl", {"_id": "d", "text": "t"})
-    write(tmp_path / "beir" / "queries.jsonl", {"_id": "q", "text": "q"}, {"_id": "r", "text": "r"})
-    for number, query in enumerate("qr"):
-        qrels = write(tmp_path / "beir" / "qrels" / "train.tsv", f"{query}\td\t1")
-        os.utime(qrels, (number, number))
-        assert load_training_data(tmp_path / "beir").dataset[0]["query"] == query
 
 
 def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(

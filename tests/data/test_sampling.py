@@ -95,14 +95,8 @@ def test_a_sample_depends_on_seed_epoch_and_row_alone(data: TrainingData, tmp_pa
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_see_the_epoch_while_they_live(data: TrainingData, start: str) -> None:
-    loader: Any = DataLoader(
-        data.dataset,  # type: ignore[arg-type]  # has all that a torch Dataset has
-        batch_size=4,
-        collate_fn=list,
-        num_workers=2,
-        multiprocessing_context=start,
-        persistent_workers=True,
-    )
+    given: Any = {"num_workers": 2, "multiprocessing_context": start, "persistent_workers": True}
+    loader: Any = DataLoader(data.dataset, batch_size=4, collate_fn=list, **given)  # type: ignore[arg-type]
     seen = []
     for epoch in range(2):
         seen.append(rows(data, epoch, 3))
@@ -131,18 +125,15 @@ def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp
     listed[11]["negatives"] = ["n", "p4"]
     data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=3)
     passages = {row["positive"] for row in listed}
-    own = {
-        query: {row["positive"] for row in listed if row["query"] == query} for query in (r["query"] for r in listed)
-    }
     seen: set[str] = set()
     for epoch in range(60):
         for number, row in enumerate(rows(data, epoch)):
+            own = {one["positive"] for one in listed if one["query"] == row["query"]}
             negatives = [row[f"negative_{i}"] for i in (1, 2, 3)]
-            assert len({*negatives}) == 3 and not own[row["query"]] & {*negatives}
-            filled = negatives[2:] if number == 11 else negatives
-            assert {*filled} <= passages and (number != 11 or negatives[:2] == ["n", "p4"])
-            seen.update(filled)
-    assert seen == passages
+            assert len({*negatives}) == 3 and not own & {*negatives}
+            assert number != 11 or negatives[:2] == ["n", "p4"]
+            seen.update(negatives)
+    assert seen == passages | {"n"}
 
 
 def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(tmp_path: Path) -> None:
@@ -151,7 +142,7 @@ def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(t
     assert [list(row.values()) for row in data.dataset] == [["a", "p", "n", "r", "n"], ["b", "r", "p", "p", "p"]]
     one = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "p"}]
     data = load_training_data(write(tmp_path / "b.jsonl", one), num_hard_negatives=1)
-    with pytest.raises(DataError, match="no passage of the training data that is not a positive of it"):
+    with pytest.raises(DataError, match="no passage that could be one"):
         data.dataset[1]
 
 

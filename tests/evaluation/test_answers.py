@@ -97,6 +97,6 @@ def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path
     with pytest.raises(ConfigError, match="match must be one of string, regex, got 'fuzzy'"):
         score_open_qa(questions, run, passages, (1,), "fuzzy", show_progress=False)
     assert list(load_passages(tmp_path / "p.tsv", RecordReport(), {"3", "77"})) == ["3"]
-    (tmp_path / "p.tsv").write_text("1\ta\tb\n1\tc\td\n")
+    (tmp_path / "p.tsv").write_text("1\ta\n1\tc\n")
     with pytest.raises(DataError, match="id '1' occurs again"):
         load_passages(tmp_path / "p.tsv", RecordReport())
