@@ -54,7 +54,8 @@ class TrainingData:
         report: what became of every record that was read; of a stream, in the pass that is being read.
         fingerprint: sha256, in hex, of the texts in order, whatever format they were in, with all that is sampled from;
             of a stream, of its files' names, sizes and times.
-        transform, records: what makes the rows, and of what; None of a stream.
+        transform: what makes the rows; None of a stream.
+        pairs: int64 (n, 2), hashes of query and positive for every pair, mapped; None of a stream.
     """
 
     dataset: Dataset | IterableDataset
@@ -62,7 +63,7 @@ class TrainingData:
     fingerprint: str
     data_format: DataFormat
     transform: Any = None
-    records: Dataset | None = None
+    pairs: Any = None
 
     @property
     def known_positives(self) -> np.ndarray | None:
@@ -117,7 +118,7 @@ def load_training_data(
         content = source.key("stream", on_bad_record, *astuple(selection), shuffle_buffer_size)
         rows = stream_rows(source, selection, report, shuffle_buffer_size, seed)
         return TrainingData(rows, report, content, source.data_format)
-    records, about = _cached(source, report)
+    records, pairs, about = _cached(source, report)
     report.restore(about["report"])
     negatives, listed = (_lengths(records, name) for name in ("negatives", "positives"))
     if h and not negatives.any() and not negatives_to_come:
@@ -128,29 +129,20 @@ def load_training_data(
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
     rows_of = _rows(kept, listed[kept] if selection.positives == "all" else np.ones_like(kept), len(records))
-    sampling = EpochSampling(records, names, selection, rows_of, several_positives(_pairs(records)))
+    sampling = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
     # Of the content, and of those settings alone that make a difference to it.
     used = [about["texts"], selection.positives if listed.max() > 1 else "one"]
     if h:
         most = int(negatives.max())
         drawn = min(negatives_from or most, most)
         used += [about["negatives"], h, drawn, missing_negatives if negatives.min() < h else None]
-    return TrainingData(as_rows(sampling), report, fingerprint(*used), source.data_format, sampling, records)
+    return TrainingData(as_rows(sampling), report, fingerprint(*used), source.data_format, sampling, pairs)
 
 
 def _lengths(records: Dataset, name: str) -> np.ndarray:
     import pyarrow.compute as pc
 
     return pc.list_value_length(records.data.column(name)).to_numpy()  # of its offsets: no text is read
-
-
-def _pairs(records: Dataset) -> np.ndarray:
-    """int64 (n, 2), hashes of query and positive for every pair."""
-    import pyarrow.compute as pc
-
-    ids, counts = pc.list_flatten(records.data.column("ids")).to_numpy(), _lengths(records, "ids")
-    queries = np.cumsum(counts) - counts
-    return np.column_stack([np.repeat(ids[queries], counts - 1), np.delete(ids, queries)])
 
 
 def _rows(kept: np.ndarray, each: np.ndarray, records: int) -> np.ndarray | None:
@@ -235,7 +227,7 @@ def load_training_sets(sets: Sequence[TrainingSet], **common: Any) -> TrainingSe
     parts = [load_training_data(one.path, **{**common, **one.reading}) for one in sets]
     if len(parts) == 1:
         return TrainingSets(sets, parts, parts[0].fingerprint)
-    known = several_positives(np.concatenate([_pairs(part.records) for part in parts]))
+    known = several_positives(np.concatenate([part.pairs for part in parts]))
     for part in parts:
         # Rows of several sets meet, and equal texts must be known for that.
         part.transform.gives_ids, part.transform.known_positives = True, known
@@ -282,27 +274,28 @@ def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> Training
 
 # The cache -----------------------------------------------------------------------------------------------------------
 
-_ABOUT = "about.json"
+_ABOUT, _PAIRS = "about.json", "pairs.int64"
 
 
-def _cached(source: Source, report: RecordReport) -> tuple[Dataset, dict[str, Any]]:
-    """The records of a source in the cache, and what is known about them; `datasets` lets one process write them where
-    there are none, and others wait."""
+def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, dict[str, Any]]:
+    """The records of a source in the cache, their `pairs`, and what is known about them; `datasets` lets one process
+    write them where there are none, and others wait."""
     from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
     key = source.key(report.on_bad_record)[:32]
     folder = cache_folder("datasets", key)
-    texts, ids = List(Value("string")), List(Value("int64"))
-    features = Features(query=Value("string"), positives=texts, negatives=texts, ids=ids)
+    features = Features(query=Value("string"), positives=List(Value("string")), negatives=List(Value("string")))
 
     def generate() -> Iterator[dict[str, Any]]:
         content, negatives, count = Content(), Content(), 0
-        for record in source.records(report):
-            count += 1
-            content.add(record.query, *record.positives, "")
-            negatives.add(*record.negatives, "")
-            yield {**record._asdict(), "ids": text_ids([record.query, *record.positives])}
+        with open(folder / _PAIRS, "wb") as pairs_file:
+            for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
+                query, *positives = text_ids([record.query, *record.positives])
+                pairs_file.write(b"".join(query.tobytes() + positive.tobytes() for positive in positives))
+                content.add(record.query, *record.positives, "")
+                negatives.add(*record.negatives, "")
+                yield record._asdict()
         report.refuse_if_nothing_left(source.path, count, "training pairs")
         about = {"texts": content.hex(), "negatives": negatives.hex(), "report": vars(report)}
         write_json(folder / _ABOUT, about)
@@ -319,7 +312,8 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, dict[str, An
             mend = "free some space, or set the environment variable CONTACCUM_CACHE"
             raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} ({mend})")) from error
         raise cause from None
-    return records, read_json(folder / _ABOUT)
+    pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
+    return records, pairs, read_json(folder / _ABOUT)
 
 
 def _remove_unused(folder: Path) -> None:
