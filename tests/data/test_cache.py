@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_files import put_lines
 
 from contaccum.data import load_training_data
 from contaccum.data.readers import Source
@@ -38,16 +38,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
 ROWS = [{"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]} for i in range(9)]
 
 
 def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Path, reads: list[str]) -> None:
-    path = write(tmp_path / "a.jsonl", *ROWS, "broken")
+    path = put_lines(tmp_path / "a.jsonl", *ROWS, end="broken\n")
     first, second = (load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2))
     assert len(reads) == 9
     assert first.fingerprint == second.fingerprint and first.report == second.report
@@ -55,7 +50,7 @@ def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Pa
 
 
 def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder: Path, reads: list[str]) -> None:
-    path = write(tmp_path / "a.jsonl", *ROWS)
+    path = put_lines(tmp_path / "a.jsonl", *ROWS)
     taken: list[dict[str, Any]] = [
         {},
         {"positives": "all"},
@@ -76,7 +71,7 @@ def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder:
 def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "a.jsonl"
     for number in range(3):  # of the same size
-        write(path, {"query": str(number), "positive": "p"})
+        put_lines(path, {"query": str(number), "positive": "p"})
         os.utime(path, (number, number))
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
@@ -84,7 +79,7 @@ def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> No
 def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = [write(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
+    paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
 
     def age(entry: Path, days: float) -> None:
         then = time.time() - days * 86_400
@@ -131,7 +126,7 @@ print(load_training_data(sys.argv[1]).fingerprint)
 
 @pytest.mark.slow
 def test_two_processes_that_start_at_once_share_one_entry(tmp_path: Path, folder: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)])
+    path = put_lines(tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)])
     started = [
         subprocess.Popen([sys.executable, "-c", TWO, path, tmp_path, str(number)], stdout=subprocess.PIPE, text=True)
         for number in range(2)
@@ -147,7 +142,7 @@ def test_two_processes_that_start_at_once_share_one_entry(tmp_path: Path, folder
 
 
 def test_nothing_is_used_of_what_was_not_finished(tmp_path: Path, folder: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *ROWS, "{")
+    path = put_lines(tmp_path / "a.jsonl", *ROWS, end="{\n")
     for _ in range(2):
         with pytest.raises(DataError, match=r"a\.jsonl:10: broken JSON"):
             load_training_data(path)
@@ -155,10 +150,10 @@ def test_nothing_is_used_of_what_was_not_finished(tmp_path: Path, folder: Path) 
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "file")
+    put_lines(tmp_path / "file")
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match=r"cannot be stored: .*Not a directory.*CONTACCUM_CACHE") as caught:
-        load_training_data(write(tmp_path / "a.jsonl", *ROWS))
+        load_training_data(put_lines(tmp_path / "a.jsonl", *ROWS))
     assert "\n" not in str(caught.value)
 
 
@@ -180,7 +175,9 @@ print(len(data.dataset), anonymous() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_memory_grows_by_few_bytes_for_each_pair(tmp_path: Path, folder: Path) -> None:
     def pairs(name: str, n: int) -> Path:
-        return write(tmp_path / name, *[{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(n)])
+        return put_lines(
+            tmp_path / name, *[{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(n)]
+        )
 
     small, large = pairs("small.jsonl", 2_000), pairs("large.jsonl", 60_000)
     command = [sys.executable, "-c", MEMORY, str(small), str(large)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_files import RECORDS, WRITERS, delimited, dpr_records, lines, put, put_parquet, put_saved, read, rows, table
+from data_files import RECORDS, WRITERS, delimited, dpr_records, lines, put, put_parquet, put_saved, read, rows
 
 from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
 from contaccum.data.readers import FIELDS
@@ -160,7 +160,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(
         from datasets import Dataset
 
         calls.append((*given, options))
-        return Dataset(table())
+        return Dataset.from_list(rows())
 
     monkeypatch.setattr("datasets.load_dataset", load)
     assert read(source)[0] == RECORDS and calls == [(name, config, {"split": "train", "streaming": False})]

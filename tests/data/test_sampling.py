@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from collections import Counter
 from itertools import combinations
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_files import put_lines
 from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
@@ -20,11 +20,6 @@ from contaccum.data.sampling import first_texts, several_positives, text_ids, wi
 from contaccum.errors import ConfigError, DataError
 
 H = 2
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def records(n: int = 30) -> list[dict[str, Any]]:
@@ -55,7 +50,7 @@ def ids(*texts: str) -> list[int]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> TrainingData:
-    return load_training_data(write(tmp_path / "a.jsonl", records()), num_hard_negatives=H)
+    return load_training_data(put_lines(tmp_path / "a.jsonl", *records()), num_hard_negatives=H)
 
 
 def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data: TrainingData) -> None:
@@ -123,7 +118,7 @@ def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp
     # q0's positives are in three records; by chance one would be sampled often.
     listed = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
     listed[11]["negatives"] = ["n", "p4"]
-    data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=3)
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=3)
     passages = {row["positive"] for row in listed}
     seen: set[str] = set()
     for epoch in range(60):
@@ -138,28 +133,28 @@ def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp
 
 def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(tmp_path: Path) -> None:
     two = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "r"}]
-    data = load_training_data(write(tmp_path / "a.jsonl", two), num_hard_negatives=3)
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", *two), num_hard_negatives=3)
     assert [list(row.values()) for row in data.dataset] == [["a", "p", "n", "r", "n"], ["b", "r", "p", "p", "p"]]
     one = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "p"}]
-    data = load_training_data(write(tmp_path / "b.jsonl", one), num_hard_negatives=1)
+    data = load_training_data(put_lines(tmp_path / "b.jsonl", *one), num_hard_negatives=1)
     with pytest.raises(DataError, match="no passage that could be one"):
         data.dataset[1]
 
 
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", records())
+    path = put_lines(tmp_path / "a.jsonl", *records())
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
     kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
     assert [row["query"] for row in data.dataset] == kept
     assert "30 records: 20 used, 10 left out (10 too few hard negatives; first: " in data.summary()
-    bare = write(tmp_path / "b.jsonl", [{"query": "q", "positive": "p"}])
+    bare = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
     with pytest.raises(DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"):
         load_training_data(bare, num_hard_negatives=1)
     assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
 
 
 def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", records())
+    path = put_lines(tmp_path / "a.jsonl", *records())
     drawn, first, every = (load_training_data(path, positives=kind) for kind in ("draw", "first", "all"))
     assert load_training_data(path).fingerprint == drawn.fingerprint
     assert [row["positive"] for row in rows(first)] == [record["positives"][0] for record in records()]
@@ -175,7 +170,7 @@ def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: P
 
 def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -> None:
     record = {"query": "q", "positive": "p", "negatives": ["a", "a", *"bcdef"]}
-    path = write(tmp_path / "a.jsonl", [record, {**record, "query": "r"}])
+    path = put_lines(tmp_path / "a.jsonl", record, {**record, "query": "r"})
 
     def seen(**settings: Any) -> set[str]:
         data = load_training_data(path, num_hard_negatives=H, **settings)
@@ -190,9 +185,11 @@ def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -
 
 def test_rows_have_no_ids_where_no_query_has_several_positives(tmp_path: Path) -> None:
     listed = [{"query": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}"} for i in range(5)]
-    data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=1)
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=1)
     assert data.known_positives is None and rows(data) == listed
-    again = load_training_data(write(tmp_path / "b.jsonl", [*listed, listed[0], {"query": "q0", "positive": "other"}]))
+    again = load_training_data(
+        put_lines(tmp_path / "b.jsonl", *listed, listed[0], {"query": "q0", "positive": "other"})
+    )
     assert again.known_positives is not None
     assert again.known_positives.tolist() == sorted([ids("q0", "p0"), ids("q0", "other")])
 
@@ -211,7 +208,7 @@ def test_several_positives_are_those_of_queries_with_more_than_one() -> None:
 def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path: Path) -> None:
     base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
     others = [{**base, "positives": ["a", "c"]}, {**base, "negatives": ["x", "z"]}, {**base, "positives": ["b", "a"]}]
-    paths = [write(tmp_path / f"{i}.jsonl", [record]) for i, record in enumerate([base, *others])]
+    paths = [put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *others])]
     assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
     assert load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint  # no negative is used
     taken = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
