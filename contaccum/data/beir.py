@@ -48,7 +48,7 @@ class BeirDataset:
     queries: dict[str, str]  # {query id: text}, only those that the split judges, in the order of the judgements
     qrels: dict[str, dict[str, int]]  # {query id: {document id: score}}
     split: str
-    fingerprint: str  # sha256, in hex, of the four above; packing, line ends and a byte-order mark do not change it
+    fingerprint: str  # sha256, in hex, of corpus, queries and qrels; packing and line ends do not change it
     path: Path
     report: RecordReport = field(repr=False, compare=False)
 
@@ -115,11 +115,11 @@ def beir_file(folder: Path, name: str) -> Path:
 
 def split_file(folder: Path, split: str) -> Path:
     """The path of the qrels of a split; raises `DataError` where there is none, naming the splits there are."""
-    try:
-        return beir_file(folder, f"qrels/{split}.tsv")
-    except DataError:
-        names = ", ".join(sorted({path.name.split(".tsv")[0] for path in folder.glob("qrels/*.tsv*")}))
-        raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {names or 'none'}")) from None
+    found = {path.name.split(".tsv")[0]: path for path in sorted(folder.glob("qrels/*.tsv*"), reverse=True)}
+    if split not in found:
+        there = ", ".join(sorted(found)) or "none"
+        raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {there}"))
+    return found[split]
 
 
 def _text(record: dict[str, Any], may_be_blank: bool = False) -> str:

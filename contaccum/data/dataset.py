@@ -225,13 +225,12 @@ def load_training_sets(sets: Sequence[TrainingSet], **common: Any) -> TrainingSe
     if len(sets) > 1 and common.get("streaming"):
         raise ConfigError(f"streaming=true with {len(sets)} sets in train_data: one set is streamed, put them together")
     parts = [load_training_data(one.path, **{**common, **one.reading}) for one in sets]
-    if len(parts) == 1:
-        return TrainingSets(sets, parts, parts[0].fingerprint)
-    known = several_positives(np.concatenate([part.pairs for part in parts]))
-    for part in parts:
-        # Rows of several sets meet, and equal texts must be known for that.
-        part.transform.gives_ids, part.transform.known_positives = True, known
-    return TrainingSets(sets, parts, fingerprint(*(part.fingerprint for part in parts)))
+    if len(parts) > 1:
+        known = several_positives(np.concatenate([part.pairs for part in parts]))
+        for part in parts:  # whose rows meet, and equal texts must be known for that
+            part.transform.gives_ids, part.transform.known_positives = True, known
+    found = [part.fingerprint for part in parts]
+    return TrainingSets(sets, parts, found[0] if len(found) == 1 else fingerprint(*found))
 
 
 def parse_training_sets(

@@ -64,7 +64,7 @@ def make_batch_sampler(args: Any, dataset: Any, *, seed: int = 0, **given: Any) 
     return EpochBatchSampler(dataset, seed=seed, **given)
 
 
-class WeightedBatchSampler(MultiDatasetDefaultBatchSampler):
+class WeightedBatchSampler(ProportionalBatchSampler):
     """Batches of several sets, each of a set that is drawn in proportion to ``weights``, one for each set.
 
     An epoch has as many batches as all sets together. It begins each set anew, and again when it is used up.
@@ -73,9 +73,6 @@ class WeightedBatchSampler(MultiDatasetDefaultBatchSampler):
     def __init__(self, rows: ConcatDataset, samplers: list[BatchSampler], weights: Sequence[float], seed: int) -> None:
         super().__init__(rows, samplers, None, seed)
         self.weights = np.asarray(weights) / np.sum(weights)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.batch_samplers))
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.seed & (2**64 - 1), self.epoch])
@@ -104,17 +101,17 @@ def make_set_sampler(
         if not len(batches):
             raise ConfigError(f"training set {name!r} has no whole batch: leave it out, or drop dataloader_drop_last")
     rows: Any = ConcatDataset(list(datasets.values()))
-    if args.set_sampler == "temperature":
-        sizes = [len(part) ** (1.0 / args.sampling_temperature) for part in datasets.values()]
-        return WeightedBatchSampler(rows, batch_samplers, sizes, seed)
+    kinds = {"proportional": ProportionalBatchSampler, "round_robin": RoundRobinBatchSampler}
+    if args.set_sampler in kinds:
+        return kinds[args.set_sampler](rows, batch_samplers, torch.Generator(), seed)
+    if args.set_sampler is None:
+        return None
+    weights = {name: len(part) ** (1.0 / args.sampling_temperature) for name, part in datasets.items()}
     if args.set_sampler == "weights":
         for name in args.sampling_weights or ():
             check_choice("sampling_weights: a training set", name, datasets)
-        weights = [(args.sampling_weights or {}).get(name, 1.0) for name in datasets]
-        return WeightedBatchSampler(rows, batch_samplers, weights, seed)
-    kinds = {"proportional": ProportionalBatchSampler, "round_robin": RoundRobinBatchSampler}
-    kind = kinds.get(args.set_sampler)
-    return None if kind is None else kind(rows, batch_samplers, torch.Generator(), seed)
+        weights = dict.fromkeys(datasets, 1.0) | dict(args.sampling_weights or {})
+    return WeightedBatchSampler(rows, batch_samplers, list(weights.values()), seed)
 
 
 def set_shares(
