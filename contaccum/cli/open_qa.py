@@ -19,7 +19,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = Parser("open_qa", "Score passage retrieval for questions by answer match, as DPR does.")
     add = parser.add_argument
     add("--questions", type=Path, required=True, metavar="FILE", help="DPR's .qa.csv, jsonl or json with answers")
-    add("--passages", type=Path, required=True, metavar="FILE", help="psgs_w100.tsv, jsonl, parquet, or a BEIR folder")
+    add("--passages", type=Path, required=True, metavar="FILE", help="psgs_w100.tsv, jsonl or a BEIR folder")
     add("--match", choices=("string", "regex"), default="string", help="regex for CuratedTREC")
     args = parse_scoring(parser, argv, Path("open_qa.json"), [1, 5, 20, 100])
     from contaccum.data import RecordReport, load_questions

@@ -76,7 +76,6 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
         texts = load_beir_folder(args.queries, args.split, report=report).queries
     else:
         texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
-    report.refuse_if_nothing_left(args.queries, len(texts), "queries")
     print(report.summary())
     model = load_model(args.model, args)
     _check_model(args, store, model_fingerprint(model), "query")

@@ -1,4 +1,4 @@
-"""One call for every format of training data: from a path or a name to `Record`s, one at a time.
+"""One call for every format: training records, passages of a corpus, questions with answers, one at a time.
 
 The format is told from the content, and the fields of a record by their usual names or by a mapping. How files are
 opened and bad records counted, is for `records`; which positives and negatives an epoch trains on, for `sampling`.
@@ -6,25 +6,29 @@ opened and bad records counted, is for `records`; which positives and negatives 
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from contaccum.data.beir import is_beir_folder, read_judged_pairs
-from contaccum.data.msmarco import is_msmarco_folder, read_msmarco
+from contaccum.data.beir import beir_file, read_judged_pairs
+from contaccum.data.msmarco import read_msmarco
 from contaccum.data.records import (
     Fault,
+    OnBadRecord,
     RecordReport,
+    Rows,
     arrow_rows,
     csv_rows,
-    filled_text_of,
     first_bytes,
+    identifier_of,
     one_line,
-    parquet_rows,
+    open_data_file,
     passage_text,
     quoted,
     read_json_array,
@@ -33,32 +37,39 @@ from contaccum.data.records import (
     split_header,
     take,
     text_of,
+    title_of,
+    two_cells,
 )
-from contaccum.errors import ConfigError, DataError, check_choice, closest
-from contaccum.files import AnyPath, fingerprint
+from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.files import AnyPath, Fingerprint, fingerprint
 
 DataFormat = Literal["beir", "dpr", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
-DATA_FORMATS: tuple[DataFormat, ...] = (
-    *("beir", "dpr", "tevatron", "msmarco"),
-    *("pairs", "triplets", "csv", "parquet", "hub"),
-)
+DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 # A record of these is a query with all its judgements, each of which is a pair; nor have they names of fields.
 JUDGED: tuple[DataFormat, ...] = ("beir", "msmarco")
 
-# Usual names, in order of preference.
-QUERY_FIELDS = ("query", "anchor", "question")
-POSITIVE_FIELDS = (
-    *("positive", "positives", "positive_passages", "positive_ctxs"),
-    *("passage", "answer", "text", "document", "pos"),
-)
-NEGATIVE_FIELDS = (
-    *("negatives", "negative", "negative_passages", "hard_negatives", "hard_negative_ctxs", "neg"),
-    "negative_ctxs",  # DPR's, of other questions: what its own trainer falls back on
-)
-_NUMBERED = re.compile(r"negative_[1-9][0-9]*")
-ROLES = ("query", "positive", "negatives", "title")
+FIELDS = {
+    "query": ("query", "anchor", "question"),
+    "positive": (
+        *("positive", "positives", "positive_passages", "positive_ctxs"),
+        *("passage", "answer", "text", "document", "pos"),
+    ),
+    "negatives": (
+        *("negatives", "negative", "negative_passages", "hard_negatives", "hard_negative_ctxs", "neg"),
+        "negative_ctxs",  # DPR's, of other questions: what its own trainer falls back on
+    ),
+    "title": ("title",),
+}
+"""The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too."""
 
-_CACHED = 2  # to be raised when the readers or the cache change, so that older files are not taken for new
+# By a file of theirs.
+_FOLDERS: dict[str, DataFormat] = {
+    "corpus.jsonl": "beir",
+    "collection.tsv": "msmarco",
+    "state.json": "hub",
+    "dataset_dict.json": "hub",
+}
+_CACHED = 3  # to be raised when the readers or the cache change, so that older files are not taken for new
 
 
 class Record(NamedTuple):
@@ -76,155 +87,150 @@ def read_records(
     columns: Mapping[str, str] | None = None,
     report: RecordReport | None = None,
     num_negatives: int | None = None,
-    streaming: bool = False,
 ) -> Iterator[Record]:
     """Yield the records of `path`, each a query with its positives and negatives in the order of the file.
 
-    The formats are described in docs/data.md.
-
     Args:
-        path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face dataset.
+        path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face dataset; see docs/data.md.
         data_format: one of `DATA_FORMATS`; None: told from the content.
         split: of a BEIR or MS MARCO folder, or of a dataset; a file has no splits, and there it does nothing.
-        columns: {"query": name, "positive": name, "negatives": name, "title": name}, or some of them; the others are
-            found by their usual names.
-        report: counts go here; when the records are read to their end, seen = used + reported. None: a new report,
-            which stops at the first bad record.
+        columns: {role: name}, for roles of `FIELDS`; those left out are found by their usual names.
+        report: counts go here; None: a new report, which stops at the first bad record.
         num_negatives: the first so many of each query's triples in an MS MARCO folder; None: all.
-        streaming: do not store a dataset of the hub on disk, but fetch it as it is read.
 
     Raises:
         ConfigError: at once: an unknown format, or `columns` that cannot be used.
         DataError: at once where the format cannot be told; while reading, where the source or, under "stop", a
-            record cannot be used.
+            record cannot be used, or there is none.
     """
-    source = source_of(path, data_format, split, columns, num_negatives)
-    return (record for _, record in source.records(RecordReport() if report is None else report, streaming))
+    return Source(path, data_format, split, columns, num_negatives).records(report or RecordReport())
 
 
-def source_of(
-    path: AnyPath,
-    data_format: DataFormat | None = None,
-    split: str = "train",
-    columns: Mapping[str, str] | None = None,
-    num_negatives: int | None = None,
-) -> Source:
-    """Where records come from; arguments and what is raised at once as of `read_records`."""
-    mapping = parse_columns(columns)
-    check_choice("data_format", data_format, (None, *DATA_FORMATS))
-    found = data_format or sniff_format(path, mapping)
-    if mapping and found in JUDGED:
-        raise ConfigError(f"data_columns is set, but data_format={found} has no fields: {path} (drop data_columns)")
-    return Source(Path(path), found, split, mapping, num_negatives)
-
-
-@dataclass(frozen=True)
 class Source:
-    """A file, folder or data set of a known format, and how its records are read."""
+    """A file, folder or data set of a known format; arguments, and what is raised at once, as of `read_records`.
 
-    path: Path
-    data_format: DataFormat
-    split: str
-    columns: Mapping[str, str]
-    num_negatives: int | None = None
+    `streaming`: do not store a dataset of the hub on disk, but fetch it as it is read.
+    """
 
-    def records(self, report: RecordReport, streaming: bool = False) -> Iterator[tuple[int, Record]]:
-        """Records, each with the line (row, number) at which it starts; 0 where that is not known."""
+    def __init__(
+        self,
+        path: AnyPath,
+        data_format: DataFormat | None = None,
+        split: str = "train",
+        columns: Mapping[str, str] | None = None,
+        num_negatives: int | None = None,
+        streaming: bool = False,
+    ) -> None:
+        check_choice("data_format", data_format, (None, *DATA_FORMATS))
+        self.path, self.split, self.columns = Path(path), split, parse_columns(columns)
+        self.data_format = data_format or sniff_format(path, self.columns)
+        self.num_negatives, self.streaming = num_negatives, streaming
+        if self.columns and self.data_format in JUDGED:
+            raise ConfigError(f"data_columns is set, but data_format={self.data_format} has no fields: {path}")
+
+    def records(self, report: RecordReport) -> Iterator[Record]:
+        """Every record that can be used."""
         if self.data_format == "beir":
             for query, positives in read_judged_pairs(self.path, self.split, report):
-                yield 0, Record(query, positives, [])
+                yield Record(query, positives, [])
         elif self.data_format == "msmarco" and self.path.is_dir():
-            for line, query, positives, negatives in read_msmarco(self.path, self.split, self.num_negatives, report):
-                yield line, Record(query, positives, negatives)
+            for row in read_msmarco(self.path, self.split, self.num_negatives, report):
+                yield Record(*row)
         elif self.data_format == "msmarco":
             yield from take(self.path, read_lines(self.path), _text_triple, report)
         else:
             fields = Fields(self.columns)
-            yield from take(self.path, self._rows(fields, streaming), fields.read, report)
-            fields.refuse_unseen(self.path)
+            yield from take(self.path, self._rows(), fields.read, report)
+            if fields.unseen:
+                names = ", ".join(sorted(fields.unseen))
+                raise DataError(one_line(f"{self.path}: no record has a field {names} (correct --data_columns)"))
 
-    def _rows(self, fields: Fields, streaming: bool) -> Iterator[tuple[int, Any]]:
-        if self.data_format == "parquet":
-            return parquet_rows(self.path, fields.wanted)
-        if self.data_format == "hub":
-            dataset = load_hub(str(self.path), self.split, streaming)
-            # Of a stream they may be known only when something has been read.
-            names = fields.wanted(list(dataset.column_names or next(iter(dataset), ())))
-            return arrow_rows(self.path, dataset.select_columns(names).with_format("arrow").iter(batch_size=1000))
+    def _rows(self) -> Rows:
+        if self.data_format in ("hub", "parquet"):
+            return arrow_rows(self.path, self._dataset().with_format("arrow").iter(1000))
         readers = {"dpr": read_json_array, "csv": csv_rows}
         return readers.get(self.data_format, read_json_lines)(self.path)
+
+    def _dataset(self) -> Any:
+        """What `datasets` reads: `NAME` or `NAME:CONFIG` on the hub, a folder of `save_to_disk`, a parquet file."""
+        import datasets
+
+        source = str(self.path)
+        try:
+            if self.data_format == "parquet":
+                open_data_file(source).close()
+                return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
+            if not self.path.is_dir():
+                name, _, config = source.partition(":")
+                return datasets.load_dataset(name, config or None, split=self.split, streaming=self.streaming)
+            found = datasets.load_from_disk(source)
+            return found[self.split] if isinstance(found, dict) else found
+        except Exception as error:  # the hub's, the network's, the builders' and Arrow's own have no common ancestor
+            what = "" if self.path.exists() else "no such file or folder, and "
+            what += f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: {str(error)[:300]}"
+            raise DataError(one_line(f"{source}: {what}")) from error
 
     def key(self, *about: Any) -> str:
         """Another one when a file's path, size or time changes, or a setting. sha256, in hex."""
         files = [self.path]
         if self.path.is_dir():
             files = sorted(path for path in self.path.rglob("*") if path.is_file())
-        elif self.data_format == "hub" and "stream" not in about:
+        elif self.data_format == "hub" and not self.streaming:
             # What datasets has fetched: other files when it changes on the hub.
-            files = [Path(file["filename"]) for file in load_hub(str(self.path), self.split).cache_files]
-        stats = [(str(path.resolve()), path.stat()) for path in files if path.exists()]
-        facts = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
-        settings = (self.data_format, self.split, dict(self.columns), self.num_negatives)
-        return fingerprint(_CACHED, str(self.path) if not facts else "", facts, settings, *about)
+            files = [Path(file["filename"]) for file in self._dataset().cache_files]
+        facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
+        settings = ("" if facts else str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
+        return fingerprint(_CACHED, facts, settings, *about)
 
 
-def load_hub(source: str, split: str, streaming: bool = False) -> Any:
-    """A Hugging Face dataset: `NAME` or `NAME:CONFIG` on the hub, or a folder that `save_to_disk` wrote.
+def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
+    """The format of a file, a folder or a dataset of the hub, by its content. "pairs" stands for "triplets" too.
 
-    Raises:
-        DataError: it cannot be loaded, or has no such split. Code that comes with a dataset is never run.
+    A table is known by the usual names of its columns, or by those of `columns`, {role: name}. Raises `DataError` where
+    nothing is there, or it is in none of the formats.
     """
-    import datasets
-
-    try:
-        if not os.path.isdir(source):
-            name, _, config = source.partition(":")
-            return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
-        found = datasets.load_from_disk(source)
-        return found[split] if isinstance(found, dict) else found
-    except Exception as error:  # the hub's, the network's, the builders' and Arrow's own have no common ancestor
-        what = f"as a Hugging Face dataset with split {quoted(split)} it cannot be loaded: {one_line(str(error))[:300]}"
-        what = what if os.path.isdir(source) else f"no such file or folder, and {what}"
-        mend = "check the path, or the name as NAME or NAME:CONFIG, and the split"
-        raise DataError(one_line(f"{source}: {what} ({mend})")) from error
-
-
-def _text_triple(line: str) -> Record:
-    cells = line.split("\t")
-    if len(cells) != 3:
-        mend = "write query, positive and negative, separated by tabs"
-        raise Fault("not three columns", f"found {len(cells)}", mend)
-    if all(cell.strip().isdecimal() for cell in cells):
-        mend = "name the folder that holds it beside collection.tsv, queries.SPLIT.tsv and qrels.SPLIT.tsv"
-        raise Fault("ids where texts are expected", mend=mend)
-    query, positive, negative = (filled_text_of(*pair) for pair in zip(cells, ROLES, strict=False))
-    return Record(query, [positive.strip()], [negative.strip()])
+    path = Path(source)
+    if path.is_dir():
+        for name, found in _FOLDERS.items():
+            if any(path.glob(f"{name}*")):
+                return found
+        raise DataError(one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
+    if not path.exists() and re.fullmatch(r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?", str(source)):
+        return "hub"
+    head = first_bytes(path)
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"["):
+        return "dpr"
+    if head.startswith(b"{"):
+        return "tevatron" if b'"positive_passages"' in head else "pairs"
+    line = head.split(b"\n")[0].decode("utf-8", "replace")
+    if {*(columns or {}).values()}.union(*FIELDS.values()).intersection(split_header(line)[1]):
+        return "csv"
+    if line.count("\t") == 2:
+        return "msmarco"
+    what = f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
+    raise DataError(one_line(f"{path}: {what} (set --data_columns or --data_format)"))
 
 
 # Records of named fields ---------------------------------------------------------------------------------------------
 
 
-def parse_columns(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, str]:
-    """A column mapping, from a mapping, or from ``ROLE=NAME`` words or one word that is a JSON object.
-
-    Returns:
-        {role: name of the column}; roles are query, positive, negatives and title. Empty for None.
+def parse_columns(given: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+    """{role: name of the column}, from a mapping, from ``ROLE=NAME`` words or from one word that is a JSON object.
 
     Raises:
-        ConfigError: an unknown role, or a name that is no text.
+        ConfigError: a role that `FIELDS` does not have, or words that are neither.
     """
-    words = [given] if isinstance(given, str) else given or ()
-    if not isinstance(words, Mapping) and len(words) == 1 and words[0].startswith("{"):
-        try:
+    words: Any = given or ()
+    try:
+        if not isinstance(words, Mapping) and len(words) == 1 and words[0].startswith("{"):
             words = json.loads(words[0])
-        except ValueError as error:
-            raise ConfigError(f"data_columns: {quoted(words[0])} is not a JSON object ({error})") from error
-    columns = dict(words if isinstance(words, Mapping) else (word.partition("=")[::2] for word in words))
-    for role, name in columns.items():
-        if role not in ROLES:
-            raise ConfigError(f"data_columns: {quoted(role)} is unknown (use {', '.join(ROLES)}){closest(role, ROLES)}")
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"data_columns: {role} must name a column, as {role}=NAME, got {quoted(name)}")
+        columns = dict(words if isinstance(words, Mapping) else (word.split("=", 1) for word in words))
+    except ValueError as error:
+        raise ConfigError(f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(given)}") from error
+    for role in columns:
+        check_choice("data_columns: a role", role, FIELDS)
     return columns
 
 
@@ -233,148 +239,175 @@ class Fields:
 
     The first record that has a query and a positive decides which they are for its whole file. Were each record read by
     itself, one without "positive" would silently pass for one with "text".
-
-    Args:
-        columns: {role: name} as `parse_columns` gives it; roles that it leaves out are found by the usual names.
     """
 
-    def __init__(self, columns: Mapping[str, str] | None = None) -> None:
-        self._mapped = dict(columns or {})
-        self._title = self._mapped.get("title", "title")
-        self._found: tuple[str, str] | None = None
-        # A mapped name that no record has is a mistake, but one record without negatives or title is not.
-        self._unseen = {role: name for role, name in self._mapped.items() if role in ("negatives", "title")}
-
-    def settle(self, names: Collection[str]) -> tuple[str, str]:
-        """The fields of query and positive, chosen among `names` unless that was done.
-
-        Raises:
-            Fault: one of the two is not there.
-        """
-        if self._found is None:
-            query = self._choose("query", QUERY_FIELDS, names)
-            self._found = query, self._choose("positive", POSITIVE_FIELDS, names, query)
-        return self._found
-
-    def wanted(self, names: list[str]) -> list[str]:
-        """Those of a table's columns that are read; all where query or positive are missing, for records to say so."""
-        try:
-            read = {*self.settle(names), self._title, *self._negative_fields(names)}
-        except Fault:
-            return names
-        return [name for name in names if name in read]
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        taken = set(columns.values())
+        self._names = {role: [name for name in names if name not in taken] for role, names in FIELDS.items()}
+        self._names |= {role: [name] for role, name in columns.items()}
+        self._numbered = "negatives" not in columns
+        self._chosen: tuple[str, str] | None = None
+        self.unseen = taken  # names of the mapping that no record has had
 
     def read(self, record: Mapping[str, Any]) -> Record:
-        """The record of these fields.
-
-        Raises:
-            Fault: what is missing, empty or no text.
-        """
-        query_field, positive_field = self.settle(record)
-        self._unseen = {role: name for role, name in self._unseen.items() if name not in record}
-        query = filled_text_of(record.get(query_field), query_field)
-        title = None if self._title in (query_field, positive_field) else record.get(self._title)
-        positives = [_passage(value, positive_field, title) for value in _listed(record.get(positive_field))]
+        """The record of these fields; raises `Fault` for what is missing, empty or no text."""
+        if self._chosen is None:
+            self._chosen = self._choose("query", record), self._choose("positive", record)
+        self.unseen = self.unseen - record.keys()
+        query_field, positive_field = self._chosen
+        query = text_of(record.get(query_field), query_field)
+        title = "".join(title_of(record, name) for name in self._names["title"])
+        positives = _passages(record.get(positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
-        negatives: list[str] = []
-        for name in self._negative_fields(record):
-            # All numbered negatives or, where there are none, those of the first field that has any; null is none.
-            if record[name] is not None and (not negatives or _NUMBERED.fullmatch(name)):
-                negatives += [_passage(value, name) for value in _listed(record[name])]
-        return Record(query, positives, negatives)
+        return Record(query, positives, self._negatives(record))
 
-    def refuse_unseen(self, where: AnyPath) -> None:
-        """Raise `DataError` for a mapped name that no record had."""
-        for role, name in self._unseen.items() if self._found else ():
-            mend = f"correct --data_columns {role}={name}"
-            raise DataError(one_line(f"{where}: no record has a field {quoted(name)} ({mend})"))
+    def _choose(self, role: str, record: Mapping[str, Any]) -> str:
+        for name in self._names[role]:
+            if name in record:
+                return name
+        hint = f"name it {' or '.join(self._names[role])}, or set --data_columns {role}=NAME"
+        raise Fault(f"missing {role}", f"its fields are {quoted(', '.join(record), 200)}; {hint}")
 
-    def _choose(self, role: str, known: Sequence[str], names: Collection[str], taken: str = "") -> str:
-        mapped, others = self._mapped.get(role), {taken, *self._mapped.values()}
-        free = [name for name in known if name not in others] if mapped is None else [mapped]
-        found = next((name for name in free if name in names), None)
-        if found is not None:
-            return found
-        mend = f"name it one of {', '.join(free)}, or say which it is with --data_columns {role}=NAME"
-        mend = mend if mapped is None else f"correct --data_columns {role}={mapped}{closest(mapped, names)}"
-        raise Fault(f"missing {role}", f"its fields are {quoted(', '.join(names), 200)}", mend)
-
-    def _negative_fields(self, names: Collection[str]) -> list[str]:
-        if "negatives" in self._mapped:
-            return [name for name in names if name == self._mapped["negatives"]]
-        free = {*names} - {*(self._found or ()), *self._mapped.values()}
-        # By number, not by place; a gap (a record without its negative_1) hides none after it.
-        numbered = sorted((name for name in free if _NUMBERED.fullmatch(name)), key=lambda name: (len(name), name))
-        return [*numbered, *(name for name in NEGATIVE_FIELDS if name in free)]
+    def _negatives(self, record: Mapping[str, Any]) -> list[str]:
+        """All numbered ones or, where there are none, those of the first field that has any; null is none."""
+        numbered = [name for name in record if self._numbered and re.fullmatch("negative_[1-9][0-9]*", name)]
+        found: list[str] = []
+        for name in sorted(numbered, key=lambda name: (len(name), name)):  # by number, not by place
+            found += _passages(record[name], name) if record[name] is not None else []
+        for name in self._names["negatives"]:
+            if not found and record.get(name) is not None:
+                found = _passages(record[name], name)
+        return found
 
 
-def _listed(value: object) -> list[Any]:
-    """The passages of one field: a list, one passage, or an object of lists, which is how Arrow keeps some lists."""
-    if isinstance(value, dict) and isinstance(value.get("text"), list):
-        return value["text"]
-    return value if isinstance(value, list) else [value]
+def _passages(value: Any, what: str, title: str = "") -> list[str]:
+    """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, or a list of these."""
+    if isinstance(value, dict) and isinstance(value.get("text"), list):  # how Arrow keeps some lists
+        value = value["text"]
+    found = []
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, dict):
+            found.append(passage_text(title_of(one), text_of(one.get("text"), f"{what} text")))
+        else:
+            found.append(passage_text(title, text_of(one, what)))
+    return found
 
 
-def _passage(value: object, what: str, title: object = None) -> str:
-    """The passage of a text (whose title is `title`), or of an object {"title", "text"}; raises `Fault`."""
-    if isinstance(value, dict):
-        title, value, what = value.get("title"), value.get("text"), f"{what} text"
-    text = filled_text_of(value, what)
-    return passage_text("" if title is None else text_of(title, "title"), text)
+def _text_triple(line: str) -> Record:
+    cells = line.split("\t")
+    if len(cells) != 3:
+        raise Fault("not three columns", f"found {len(cells)} separated by tabs")
+    if all(cell.strip().isdecimal() for cell in cells):
+        raise Fault("ids where texts are expected", "name the folder that holds it beside collection.tsv")
+    query, positive, negative = (text_of(*pair) for pair in zip(cells, FIELDS, strict=False))
+    return Record(query, [positive.strip()], [negative.strip()])
 
 
-# Telling formats apart ------------------------------------------------------------------------------------------------
+# Passages and questions ----------------------------------------------------------------------------------------------
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
-_OF_FOLDERS: tuple[tuple[DataFormat, Callable[[Path], bool]], ...] = (
-    ("beir", is_beir_folder),
-    ("msmarco", is_msmarco_folder),
-    ("hub", lambda path: any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))),
-)
-# By the first bytes of a file, the names of its header if it has one, and whether a usual or mapped name is among them.
-_OF_FILES: tuple[tuple[DataFormat, Callable[[bytes, list[str], bool], object]], ...] = (
-    ("parquet", lambda head, names, known: head.startswith(b"PAR1")),
-    ("dpr", lambda head, names, known: re.match(rb"\[\s*([{\]]|$)", head)),
-    ("tevatron", lambda head, names, known: head.startswith(b"{") and b'"positive_passages"' in head),
-    ("pairs", lambda head, names, known: head.startswith(b"{")),
-    ("msmarco", lambda head, names, known: not known and head.split(b"\n")[0].count(b"\t") == 2),
-    ("csv", lambda head, names, known: known and len(names) > 1),
-)
-_OF_ENDINGS: dict[str, DataFormat] = {".json": "dpr", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_OF_ENDINGS |= {".jsonl": "pairs", ".ndjson": "pairs"}
+_IDS, _TEXTS = ("_id", "id", "docid", "doc_id", "pid", "passage_id"), ("text", "passage", "contents")
 
 
-def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
-    """The format of a file, a folder or a dataset of the hub: by its content, else by the ending of its name.
+class Passage(NamedTuple):
+    """A passage and what it is called; `title` is empty where there is none, or where the data came as one text."""
 
-    "pairs" stands for "triplets" too.
+    id: str
+    title: str
+    text: str
+
+    @property
+    def passage(self) -> str:
+        """Title, space, text: what is encoded, and what training reads."""
+        return passage_text(self.title, self.text)
+
+
+def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
+    """Every passage of a corpus, in its order; each record is counted in ``report``. An id may occur twice.
 
     Args:
-        columns: {role: name}, by which a table is known whose columns have other than the usual names.
+        path: a BEIR folder, or a file, plain or gzip: jsonl (`_id` or `id`, `title`, `text`), a table with a header of
+            these (DPR's), or lines of `id<TAB>text` (MS MARCO's, no quoting).
 
     Raises:
-        DataError: nothing is there, or it is in none of the formats.
+        DataError: the source cannot be used, or a bad record under "stop".
     """
-    path = Path(source)
-    ending = next((suffix for suffix in reversed(path.suffixes) if suffix in _OF_ENDINGS), None)
-    if path.is_dir():
-        found = next((name for name, matches in _OF_FOLDERS if matches(path)), None)
-        what = "a folder without corpus.jsonl (BEIR), collection.tsv (MS MARCO) or a dataset that save_to_disk wrote"
-    elif not os.path.exists(path) and ending is None and path.suffix != ".gz" and _HUB_NAME.fullmatch(str(source)):
-        return "hub"
+    path = _corpus_file(path)
+    start = first_bytes(path)
+    header = split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
+    if start.startswith(b"{"):
+        rows = read_json_lines(path)
     else:
-        head = first_bytes(path)
+        rows = csv_rows(path) if {*header} & {*_TEXTS} else read_lines(path)
+    return take(path, rows, _passage, report)
+
+
+def count_roughly(path: AnyPath) -> int:
+    """How many lines a corpus has, for a bar of progress; nothing is checked."""
+    with open_data_file(_corpus_file(path)) as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def _corpus_file(path: AnyPath) -> Path:
+    return beir_file(Path(path), "corpus.jsonl") if os.path.isdir(path) else Path(path)
+
+
+def _passage(record: str | Mapping[str, Any]) -> Passage:
+    if isinstance(record, str):
+        record = dict(zip(("id", "text"), two_cells(record), strict=True))
+    text = text_of(_first(record, _TEXTS), "text", may_be_blank=True)
+    passage = Passage(identifier_of(_first(record, _IDS), "id"), title_of(record), text)
+    if not passage.passage:
+        raise Fault("empty passage", quoted(passage.id))
+    return passage
+
+
+def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with their answers. Ids are `question-N`, N being the place among those that are used, from 1."""
+
+    texts: dict[str, str]  # by id
+    answers: dict[str, list[str]]  # by id, one at least
+    fingerprint: str  # sha256, in hex, of texts and answers
+    report: RecordReport = field(repr=False, compare=False)
+
+
+def load_questions(path: AnyPath, on_bad_record: OnBadRecord = "stop") -> Questions:
+    """Read a file of questions with answers, plain or gzip.
+
+    DPR's `nq-test.qa.csv` and others (a question, a tab, a Python list of answers; no header), jsonl (as published with
+    NQ open), or a JSON array (DPR's training files). Of a JSON record, `question` (or `query`) is the question and
+    `answers` (or `answer`) a text or a list of texts.
+
+    Raises:
+        DataError: the file cannot be used, no question is left, or a bad record under "stop".
+    """
+    report = RecordReport(on_bad_record)
+    readers = {b"[": read_json_array, b"{": read_json_lines}
+    rows = readers.get(first_bytes(path)[:1], read_lines)(path)
+    texts, answers, content = {}, {}, Fingerprint()
+    for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
+        texts[f"question-{number}"], answers[f"question-{number}"] = text, listed
+        content.add(text, *listed, "")
+    return Questions(texts, answers, content.hex(), report)
+
+
+def _question(row: str | dict[str, Any]) -> tuple[str, list[str]]:
+    if isinstance(row, str):
+        cells = next(csv.reader([row], delimiter="\t"), [])
+        if len(cells) != 2:
+            raise Fault("not two columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
         try:
-            names = split_header(head.split(b"\n")[0].decode("utf-8", "replace"))[1]
-        except Fault:
-            names = []
-        usual = {*QUERY_FIELDS, *POSITIVE_FIELDS, *NEGATIVE_FIELDS, *(columns or {}).values()}
-        known = not usual.isdisjoint(names)
-        found = next((name for name, matches in _OF_FILES if matches(head, names, known)), None)
-        found = found or _OF_ENDINGS.get(ending or "") or (None if head else "pairs")  # whose reader refuses nothing
-        what = f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
-    if found is None:
-        choices = ", ".join(DATA_FORMATS)
-        raise DataError(one_line(f"{path}: {what} (name other data, or set --data_format to one of {choices})"))
-    return found
+            # Literals only: nothing of the file is run.
+            row = {"question": cells[0], "answers": ast.literal_eval(cells[1].strip())}
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise Fault("answers are not a list", f"found {quoted(cells[1])}") from None
+    text, answers = text_of(_first(row, ("question", "query")), "question"), _first(row, ("answers", "answer"))
+    listed = [answers] if isinstance(answers, str) else answers
+    if not isinstance(listed, (list, tuple)) or not listed:
+        raise Fault("no answers", f"found {quoted(answers)}")
+    return text, [text_of(answer, "answer") for answer in listed]

@@ -22,16 +22,13 @@ from sentence_transformers.base.sampler import (
 from torch.utils.data import BatchSampler, ConcatDataset
 
 from contaccum.data.sampling import first_texts, text_ids
-from contaccum.errors import ConfigError, closest
+from contaccum.errors import ConfigError, check_choice
 
 SET_SAMPLERS = ("proportional", "round_robin", "temperature", "weights")
 
 
 class EpochBatchSampler(DefaultBatchSampler):
-    """Batches in an order that ``seed`` and ``set_epoch`` determine; every row is in one, the last may be shorter.
-
-    Arguments are sentence-transformers'; the generator is not used.
-    """
+    """Batches in an order that ``seed`` and ``set_epoch`` determine; every row is in one, the last may be shorter."""
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = len(self.sampler)  # type: ignore[arg-type]  # torch's random one
@@ -57,46 +54,25 @@ class _HashedRows:
         return dict(enumerate(self._hashes[row].tolist()))
 
 
-def make_batch_sampler(
-    args: Any,
-    dataset: Any,
-    batch_size: int,
-    drop_last: bool,
-    valid_label_columns: list[str] | None = None,
-    generator: torch.Generator | None = None,
-    seed: int = 0,
-) -> BatchSampler | None:
+def make_batch_sampler(args: Any, dataset: Any, *, seed: int = 0, **given: Any) -> BatchSampler | None:
     """The sampler that the arguments ask for; None where it is sentence-transformers' own or the user's."""
     if args.own_batch_sampler or not hasattr(dataset, "__len__"):
         return None
     if args.avoids_duplicates:
-        # A generator of its own, as sets take turns: it is seeded by seed and epoch when an epoch begins.
-        own = torch.Generator()
-        return NoDuplicatesBatchSampler(_HashedRows(dataset), batch_size, drop_last, None, own, seed)
-    return EpochBatchSampler(dataset, batch_size, drop_last, valid_label_columns, generator, seed)
+        given |= {"generator": torch.Generator()}  # seeded by seed and epoch when an epoch begins
+        return NoDuplicatesBatchSampler(_HashedRows(dataset), seed=seed, **given)
+    return EpochBatchSampler(dataset, seed=seed, **given)
 
 
-# Several sets --------------------------------------------------------------------------------------------------------
-
-
-class WeightedBatchSampler(MultiDatasetDefaultBatchSampler):
-    """Batches of several sets, each of a set that is drawn in proportion to ``weights``.
+class WeightedBatchSampler(ProportionalBatchSampler):
+    """Batches of several sets, each of a set that is drawn in proportion to ``weights``, one for each set.
 
     An epoch has as many batches as all sets together. It begins each set anew, and again when it is used up.
-
-    Args:
-        dataset, batch_samplers, seed: as sentence-transformers gives them.
-        weights: one for each set, above 0.
     """
 
-    def __init__(
-        self, dataset: ConcatDataset, batch_samplers: list[BatchSampler], weights: Sequence[float], seed: int = 0
-    ) -> None:
-        super().__init__(dataset, batch_samplers, None, seed)
+    def __init__(self, rows: ConcatDataset, samplers: list[BatchSampler], weights: Sequence[float], seed: int) -> None:
+        super().__init__(rows, samplers, None, seed)
         self.weights = np.asarray(weights) / np.sum(weights)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.batch_samplers))
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.seed & (2**64 - 1), self.epoch])
@@ -113,22 +89,6 @@ class WeightedBatchSampler(MultiDatasetDefaultBatchSampler):
                 yield [offset + row for row in batch]
 
 
-def set_weights(args: Any, sizes: Mapping[str, int]) -> list[float]:
-    """The weight of each set by (name, number of rows), under "temperature" or "weights"; 1 for those not named.
-
-    Raises:
-        ConfigError: weights for sets that are not there.
-    """
-    if args.set_sampler == "temperature":
-        return [float(size) ** (1.0 / args.sampling_temperature) for size in sizes.values()]
-    weights: dict[str, float] = args.sampling_weights or {}
-    unknown = next((name for name in weights if name not in sizes), None)
-    if unknown is not None:
-        hint = closest(unknown, sizes)
-        raise ConfigError(f"sampling_weights: there is no training set {unknown!r}, only {', '.join(sizes)}{hint}")
-    return [weights.get(name, 1.0) for name in sizes]
-
-
 def make_set_sampler(
     args: Any, datasets: Mapping[str, Any], batch_samplers: list[BatchSampler], seed: int = 0
 ) -> MultiDatasetDefaultBatchSampler | None:
@@ -137,28 +97,30 @@ def make_set_sampler(
     Raises:
         ConfigError: a set without a batch, or weights for sets that are not there.
     """
-    empty = next((name for name, batches in zip(datasets, batch_samplers, strict=True) if not len(batches)), None)
-    if empty is not None:
-        raise ConfigError(
-            f"training set {empty!r} has no whole batch of {batch_samplers[0].batch_size} rows: leave it out, lower "
-            "per_device_train_batch_size, or drop dataloader_drop_last"
-        )
+    for name, batches in zip(datasets, batch_samplers, strict=True):
+        if not len(batches):
+            raise ConfigError(f"training set {name!r} has no whole batch: leave it out, or drop dataloader_drop_last")
     rows: Any = ConcatDataset(list(datasets.values()))
-    if args.set_sampler in ("temperature", "weights"):
-        weights = set_weights(args, {name: len(part) for name, part in datasets.items()})
-        return WeightedBatchSampler(rows, batch_samplers, weights, seed)
     kinds = {"proportional": ProportionalBatchSampler, "round_robin": RoundRobinBatchSampler}
-    kind = kinds.get(args.set_sampler)
-    return None if kind is None else kind(rows, batch_samplers, torch.Generator(), seed)
+    if args.set_sampler in kinds:
+        return kinds[args.set_sampler](rows, batch_samplers, torch.Generator(), seed)
+    if args.set_sampler is None:
+        return None
+    weights = {name: len(part) ** (1.0 / args.sampling_temperature) for name, part in datasets.items()}
+    if args.set_sampler == "weights":
+        for name in args.sampling_weights or ():
+            check_choice("sampling_weights: a training set", name, datasets)
+        weights = dict.fromkeys(datasets, 1.0) | dict(args.sampling_weights or {})
+    return WeightedBatchSampler(rows, batch_samplers, list(weights.values()), seed)
 
 
 def set_shares(
     args: Any, datasets: Mapping[str, Any], batch_samplers: Sequence[BatchSampler], sampler: Any
 ) -> dict[str, dict[str, Any]]:
     """Of each set by name its rows, and its expected share of the batches of ``sampler``, where that is known."""
-    lengths = [len(batches) for batches in batch_samplers]
-    shares: Any = {"proportional": lengths, "round_robin": [1] * len(lengths)}.get(args.set_sampler)
-    shares = getattr(sampler, "weights", shares)
+    lengths = np.array([len(batches) for batches in batch_samplers])
+    known = {"proportional": lengths, "round_robin": np.ones_like(lengths)}
+    shares: Any = getattr(sampler, "weights", known.get(args.set_sampler))
     found: dict[str, dict[str, Any]] = {name: {"rows": len(part)} for name, part in datasets.items()}
     for about, share in zip(found.values(), shares if shares is not None else (), strict=False):
         about["share"] = float(share / sum(shares))

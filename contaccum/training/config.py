@@ -19,10 +19,7 @@ from transformers import HfArgumentParser
 
 from contaccum.data import (
     DATA_FORMATS,
-    Selection,
-    TrainingData,
     TrainingSets,
-    load_training_data,
     load_training_sets,
     parse_columns,
     parse_training_sets,
@@ -99,13 +96,14 @@ class DataArguments:
         tuple(POSITIVES_USED),
     )
     negatives_from: int | None = option(
-        None, "Sample hard negatives from the first so many of a record. Default: all; 30 of an MS MARCO folder."
+        None,
+        "Sample hard negatives, anew in each epoch, from the first so many of a record; of num_hard_negatives they are "
+        "always the first. Default: all; 30 of an MS MARCO folder.",
     )
-    draw_negatives: bool = option(True, "Sample hard negatives anew in each epoch; false: always the first.")
     missing_negatives: str = option(
         "fill",
-        "Records with fewer than num_hard_negatives: fill up with passages of other records, drop them (as the paper "
-        "does), or stop.",
+        "Records with fewer than num_hard_negatives: fill up with passages of other records, or drop them (as the "
+        "paper does).",
         tuple(MISSING_NEGATIVES),
     )
     streaming: bool = option(
@@ -129,25 +127,11 @@ class DataArguments:
     )
 
     @property
-    def selection(self) -> dict[str, Any]:
-        """How rows are made of records; raises `ConfigError` for settings that cannot work together."""
-        return asdict(
-            Selection(
-                self.num_hard_negatives,
-                self.positives,  # type: ignore[arg-type]  # checked by it
-                self.negatives_from,
-                self.draw_negatives,
-                self.missing_negatives,  # type: ignore[arg-type]  # checked by it
-            )
-        )
-
-    @property
     def sets(self) -> list[Any]:
         """What is said of each training set; raises `ConfigError` for what cannot be used."""
-        common = {"split": self.split, **self.selection}
-        common |= {"data_format": self.data_format} if self.data_format else {}
-        common |= {"columns": parse_columns(self.data_columns)} if self.data_columns else {}
-        return parse_training_sets(self.train_data, common)
+        names = ("split", "num_hard_negatives", "positives", "negatives_from", "missing_negatives", "data_format")
+        common = {name: getattr(self, name) for name in names}
+        return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
 
     @property
     def is_one_path(self) -> bool:
@@ -258,21 +242,15 @@ def unknown_key(key: str, known: Collection[str], where: str) -> ConfigError:
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingData | TrainingSets:
+def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
     """The training data that the arguments name."""
-    common: dict[str, Any] = {"on_bad_record": data.on_bad_record, "seed": args.order_seed}
-    if data.streaming:
-        common |= {"streaming": True, "shuffle_buffer_size": data.shuffle_buffer_size or 10_000}
-    if not data.is_one_path:
-        return load_training_sets(data.sets, **common)
-    return load_training_data(
-        data.train_data[0],
-        data_format=data.data_format,  # type: ignore[arg-type]  # one of the choices
-        split=data.split,
-        columns=parse_columns(data.data_columns),
+    return load_training_sets(
+        data.sets,
+        on_bad_record=data.on_bad_record,
         negatives_to_come=args.refresh_negatives_every is not None,
-        **common,
-        **data.selection,
+        streaming=data.streaming,
+        shuffle_buffer_size=data.shuffle_buffer_size or 10_000,
+        seed=args.order_seed,
     )
 
 

@@ -34,6 +34,11 @@ def lines(records: list[Any]) -> str:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+def put_lines(path: Path, *records: Any, end: str = "") -> Path:
+    """A file of JSON lines."""
+    return put(path, lines(list(records)) + end)
+
+
 def passage(title: str | None, text: str) -> dict[str, Any]:
     return {"docid": "7", "title": title, "text": text}
 
@@ -52,27 +57,14 @@ def dpr_records() -> list[dict[str, Any]]:
 
 
 def tevatron_records() -> list[dict[str, Any]]:
-    return [
-        {
-            "query_id": i,
-            "query": record.query,
-            "positive_passages": [passage(title, text)],
-            "negative_passages": [passage("", negative) for negative in record.negatives],
-        }
-        for i, (record, title, text) in enumerate(zip(RECORDS, TITLES, TEXTS, strict=True))
-    ]
+    names = {"question": "query", "positive_ctxs": "positive_passages", "hard_negative_ctxs": "negative_passages"}
+    return [{names[name]: value for name, value in one.items() if name in names} for one in dpr_records()]
 
 
 def rows() -> list[dict[str, Any]]:
     return [
-        {
-            "query": record.query,
-            "title": title,
-            "positive": text,
-            "negative_1": record.negatives[0],
-            "negative_2": record.negatives[1],
-        }
-        for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
+        {"query": r.query, "title": title, "positive": text, "negative_1": r.negatives[0], "negative_2": r.negatives[1]}
+        for r, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
     ]
 
 
@@ -85,23 +77,18 @@ def delimited(delimiter: str, names: dict[str, str] | None = None, end: str = "\
     return text.getvalue()
 
 
-def table(records: list[dict[str, Any]] | None = None) -> Any:
-    import pyarrow as pa
-
-    return pa.Table.from_pylist(rows() if records is None else records)
-
-
 def put_parquet(path: Path, records: list[dict[str, Any]] | None = None, **options: Any) -> Path:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(table(records), path, **options)
+    pq.write_table(pa.Table.from_pylist(records or rows()), path, **options)
     return path
 
 
 def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
     from datasets import Dataset
 
-    Dataset.from_list(rows() if records is None else records).save_to_disk(str(path))
+    Dataset.from_list(records or rows()).save_to_disk(str(path))
     return path
 
 

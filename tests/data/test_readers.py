@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_files import RECORDS, WRITERS, delimited, dpr_records, lines, put, put_parquet, put_saved, read, rows, table
+from data_files import RECORDS, WRITERS, delimited, dpr_records, lines, put, put_parquet, put_saved, read, rows
 
 from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
-from contaccum.data.records import Fault
+from contaccum.data.readers import FIELDS
 from contaccum.errors import ConfigError, DataError
 
 
@@ -33,8 +34,6 @@ def test_training_data_has_the_same_rows_and_fingerprint_from_every_format(tmp_p
     ]
     base = load_training_data(WRITERS["dpr"](tmp_path / "other"), num_hard_negatives=2)
     assert data.fingerprint == base.fingerprint
-    with pytest.raises(DataError, match="too few hard negatives: 2 where num_hard_negatives is 3"):
-        load_training_data(WRITERS[name](tmp_path), num_hard_negatives=3, missing_negatives="stop")
 
 
 @pytest.mark.parametrize("name", ["dpr.json", "tevatron.jsonl", "pairs.jsonl", "csv"])
@@ -48,11 +47,10 @@ def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path: Path, name:
     assert sniff_format(path) == sniff_format(writer(tmp_path))
 
 
-@pytest.mark.parametrize("query", ["query", "anchor", "question"])
-@pytest.mark.parametrize("positive", ["positive", "passage", "answer", "text", "document", "pos"])
-def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path: Path, query: str, positive: str) -> None:
-    record = {"id": 7, query: "q", "title": "T", positive: "p", "score": 0.5}
-    assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["T p"], [])]
+def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path: Path) -> None:
+    for query, positive in product(FIELDS["query"], FIELDS["positive"]):
+        record = {"id": 7, query: "q", "title": "T", positive: "p", "score": 0.5}
+        assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["T p"], [])]
 
 
 NEGATIVES: list[tuple[dict[str, Any], list[str]]] = [
@@ -80,33 +78,17 @@ def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(
     columns = parse_columns(["query=q", "positive=p", "negatives=hard", "title=heading"])
     found = read(path, columns=columns)[0]
     assert found == [Record("a", ["x"], []), Record("b", ["T x"], []), Record("c", ["x"], ["n"])]
-    with pytest.raises(DataError, match=r"a\.jsonl: no record has a field 'hrd' \(correct"):
+    with pytest.raises(DataError, match=r"a\.jsonl: no record has a field hrd \(correct"):
         read(path, columns={**columns, "negatives": "hrd"})
-    with pytest.raises(DataError, match=r"a\.jsonl:1: missing positive: its fields are .*did you mean 'p'\?"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: missing positive: its fields are .*--data_columns"):
         read(path, columns={"query": "q", "positive": "pp"})
 
 
-@pytest.mark.parametrize("given", [["quer=a"], ["query"], '{"query": 1}', "{query"])
+@pytest.mark.parametrize("given", [["quer=a"], ["query"], ["{query"]])
 def test_a_mapping_that_cannot_be_used_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="data_columns: "):
+    with pytest.raises(ConfigError, match="data_columns"):
         parse_columns(given)
-    assert parse_columns('{"query": "a"}') == {"query": "a"} and parse_columns(None) == {}
-
-
-def test_judgements_refuse_a_mapping_and_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data_columns is set, but data_format=beir has no fields"):
-        read_records(WRITERS["beir"](tmp_path), columns={"query": "question"})
-    with pytest.raises(ConfigError, match=r"data_format must be one of .*, got 'xlsx'"):
-        read_records(tmp_path, data_format="xlsx")  # type: ignore[arg-type]  # the mistake that is tested
-
-
-def test_readers_yield_before_they_have_read_on(tmp_path: Path) -> None:
-    for name in ("tevatron", "pairs", "csv"):
-        path = WRITERS[name](tmp_path)
-        records = read_records(put(path, path.read_bytes() + b"\xff\n"))
-        assert next(records) == RECORDS[0]
-        with pytest.raises(DataError, match=r"not UTF-8 text|wrong number"):
-            list(records)
+    assert parse_columns(['{"query": "a"}']) == {"query": "a"} and parse_columns(None) == {}
 
 
 def test_a_dpr_array_is_read_in_constant_memory(tmp_path: Path) -> None:
@@ -132,10 +114,9 @@ def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path: Path
 # Tables
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "a.data"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_the_delimiter_is_told_from_the_header(tmp_path: Path, name: str, delimiter: str) -> None:
-    path = put(tmp_path / name, delimited(delimiter))
+def test_the_delimiter_is_told_from_the_header(tmp_path: Path, delimiter: str) -> None:
+    path = put(tmp_path / "a.data.gz", delimited(delimiter))
     assert sniff_format(path) == "csv" and read(path)[0] == RECORDS
 
 
@@ -144,16 +125,6 @@ def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_t
     report = RecordReport("skip")
     assert list(read_records(path, report=report)) == [Record("q1", ['a, "b"\n\nc'], []), Record("q3", ["d"], [])]
     assert report.first == f"{path}:6" and report.by_reason == {"missing positive": 1}
-
-
-def test_a_broken_quote_costs_its_line_and_one_that_takes_others_along_stops(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.csv", 'query,positive\nq1,one\nq3,"thr"ee\nq4,four\nq5,"open too\n')
-    report = RecordReport("skip")
-    assert [r.query for r in read_records(path, report=report)] == ["q1", "q4"]
-    assert report.first == f"{path}:3" and (report.seen, report.reported) == (4, 2)
-    path = put(tmp_path / "b.csv", 'query,positive\nq1,"open\nq2,two\nq3,"three\nq4,four\n')
-    with pytest.raises(DataError, match=r"b\.csv:2: broken quoting: lines 2 to 4 cannot be told apart"):
-        list(read_records(path, report=RecordReport("skip")))
 
 
 def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path: Path) -> None:
@@ -189,7 +160,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(
         from datasets import Dataset
 
         calls.append((*given, options))
-        return Dataset(table())
+        return Dataset.from_list(rows())
 
     monkeypatch.setattr("datasets.load_dataset", load)
     assert read(source)[0] == RECORDS and calls == [(name, config, {"split": "train", "streaming": False})]
@@ -201,17 +172,3 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(
     monkeypatch.setattr("datasets.load_dataset", refuse)
     with pytest.raises(DataError, match=rf"^{source}: no such file or folder, .* it cannot be loaded: .*\['a', 'b'\]"):
         read(source)
-
-
-# The report
-
-
-def test_a_summary_is_one_line_with_every_count() -> None:
-    report = RecordReport("skip", seen=5, used=2)
-    report.reject("a\nb.jsonl", 7, Fault("missing _id"))
-    report.reject("a\nb.jsonl", 9, Fault("missing _id", "detail"))
-    report.reject("c.tsv", 2, Fault("broken JSON"))
-    assert report.summary() == "5 records: 2 used, 3 left out (2 missing _id, 1 broken JSON; first: a b.jsonl:7)"
-    again = RecordReport("skip")
-    again.restore(json.loads(json.dumps(report.to_dict())))
-    assert again == report

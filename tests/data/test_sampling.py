@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from collections import Counter
 from itertools import combinations
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_files import put_lines
 from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
@@ -20,11 +20,6 @@ from contaccum.data.sampling import first_texts, several_positives, text_ids, wi
 from contaccum.errors import ConfigError, DataError
 
 H = 2
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def records(n: int = 30) -> list[dict[str, Any]]:
@@ -55,7 +50,7 @@ def ids(*texts: str) -> list[int]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> TrainingData:
-    return load_training_data(write(tmp_path / "a.jsonl", records()), num_hard_negatives=H)
+    return load_training_data(put_lines(tmp_path / "a.jsonl", *records()), num_hard_negatives=H)
 
 
 def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data: TrainingData) -> None:
@@ -95,14 +90,8 @@ def test_a_sample_depends_on_seed_epoch_and_row_alone(data: TrainingData, tmp_pa
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_see_the_epoch_while_they_live(data: TrainingData, start: str) -> None:
-    loader: Any = DataLoader(
-        data.dataset,  # type: ignore[arg-type]  # has all that a torch Dataset has
-        batch_size=4,
-        collate_fn=list,
-        num_workers=2,
-        multiprocessing_context=start,
-        persistent_workers=True,
-    )
+    given: Any = {"num_workers": 2, "multiprocessing_context": start, "persistent_workers": True}
+    loader: Any = DataLoader(data.dataset, batch_size=4, collate_fn=list, **given)  # type: ignore[arg-type]
     seen = []
     for epoch in range(2):
         seen.append(rows(data, epoch, 3))
@@ -118,10 +107,10 @@ def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data: Tra
     assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
     sampling(data).set_epoch(4, 2)
     there = pickle.loads(pickle.dumps(data.transform))
-    assert (there.epoch, there.seed) == (4, 2)
+    assert there.epoch == 4
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
     assert data.dataset.remove_columns("negative_2")[0].keys() == {"query", "positive", "negative_1", "label"}
-    with pytest.raises(ConfigError, match=r"belongs into query and positive\. Keep their names"):
+    with pytest.raises(ConfigError, match="keep the names query and positive"):
         data.dataset.rename_column("query", "anchor")[0]
 
 
@@ -129,52 +118,43 @@ def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp
     # q0's positives are in three records; by chance one would be sampled often.
     listed = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
     listed[11]["negatives"] = ["n", "p4"]
-    data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=3)
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=3)
     passages = {row["positive"] for row in listed}
-    own = {
-        query: {row["positive"] for row in listed if row["query"] == query} for query in (r["query"] for r in listed)
-    }
     seen: set[str] = set()
     for epoch in range(60):
         for number, row in enumerate(rows(data, epoch)):
+            own = {one["positive"] for one in listed if one["query"] == row["query"]}
             negatives = [row[f"negative_{i}"] for i in (1, 2, 3)]
-            assert len({*negatives}) == 3 and not own[row["query"]] & {*negatives}
-            filled = negatives[2:] if number == 11 else negatives
-            assert {*filled} <= passages and (number != 11 or negatives[:2] == ["n", "p4"])
-            seen.update(filled)
-    assert seen == passages
+            assert len({*negatives}) == 3 and not own & {*negatives}
+            assert number != 11 or negatives[:2] == ["n", "p4"]
+            seen.update(negatives)
+    assert seen == passages | {"n"}
 
 
 def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(tmp_path: Path) -> None:
     two = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "r"}]
-    data = load_training_data(write(tmp_path / "a.jsonl", two), num_hard_negatives=3)
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", *two), num_hard_negatives=3)
     assert [list(row.values()) for row in data.dataset] == [["a", "p", "n", "r", "n"], ["b", "r", "p", "p", "p"]]
     one = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "p"}]
-    data = load_training_data(write(tmp_path / "b.jsonl", one), num_hard_negatives=1)
-    with pytest.raises(DataError, match="no passage of the training data that is not a positive of it"):
+    data = load_training_data(put_lines(tmp_path / "b.jsonl", *one), num_hard_negatives=1)
+    with pytest.raises(DataError, match="no passage that could be one"):
         data.dataset[1]
 
 
-def test_records_with_too_few_negatives_are_dropped_or_bad_and_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", records())
+def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = put_lines(tmp_path / "a.jsonl", *records())
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
     kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
     assert [row["query"] for row in data.dataset] == kept
     assert "30 records: 20 used, 10 left out (10 too few hard negatives; first: " in data.summary()
-    with pytest.raises(DataError, match=r"a\.jsonl:1: too few hard negatives: 0 where"):
-        load_training_data(path, num_hard_negatives=H, missing_negatives="stop")
-    settings: dict[str, Any] = {"missing_negatives": "stop", "on_bad_record": "skip", "num_hard_negatives": H}
-    stopped = load_training_data(path, **settings)
-    assert [row["query"] for row in stopped.dataset] == kept
-    assert stopped.report.first == f"{path}:1" and stopped.report.reported == 10
-    bare = write(tmp_path / "b.jsonl", [{"query": "q", "positive": "p"}])
+    bare = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
     with pytest.raises(DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"):
         load_training_data(bare, num_hard_negatives=1)
     assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
 
 
 def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", records())
+    path = put_lines(tmp_path / "a.jsonl", *records())
     drawn, first, every = (load_training_data(path, positives=kind) for kind in ("draw", "first", "all"))
     assert load_training_data(path).fingerprint == drawn.fingerprint
     assert [row["positive"] for row in rows(first)] == [record["positives"][0] for record in records()]
@@ -190,24 +170,26 @@ def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: P
 
 def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -> None:
     record = {"query": "q", "positive": "p", "negatives": ["a", "a", *"bcdef"]}
-    path = write(tmp_path / "a.jsonl", [record, {**record, "query": "r"}])
+    path = put_lines(tmp_path / "a.jsonl", record, {**record, "query": "r"})
 
     def seen(**settings: Any) -> set[str]:
         data = load_training_data(path, num_hard_negatives=H, **settings)
         taken = [(row["negative_1"], row["negative_2"]) for epoch in range(60) for row in rows(data, epoch)]
-        assert all(a != b for a, b in taken) or settings == {"draw_negatives": False}
+        assert all(a != b for a, b in taken)
         return {text for pair in taken for text in pair}
 
     assert seen() == set("abcdef")
     assert seen(negatives_from=4) == set("abc")  # the first four of the list, in which "a" is twice
-    assert seen(draw_negatives=False) == {"a"}
+    assert seen(negatives_from=3) == set("ab")  # always the first
 
 
 def test_rows_have_no_ids_where_no_query_has_several_positives(tmp_path: Path) -> None:
     listed = [{"query": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}"} for i in range(5)]
-    data = load_training_data(write(tmp_path / "a.jsonl", listed), num_hard_negatives=1)
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=1)
     assert data.known_positives is None and rows(data) == listed
-    again = load_training_data(write(tmp_path / "b.jsonl", [*listed, listed[0], {"query": "q0", "positive": "other"}]))
+    again = load_training_data(
+        put_lines(tmp_path / "b.jsonl", *listed, listed[0], {"query": "q0", "positive": "other"})
+    )
     assert again.known_positives is not None
     assert again.known_positives.tolist() == sorted([ids("q0", "p0"), ids("q0", "other")])
 
@@ -216,19 +198,20 @@ def test_several_positives_are_those_of_queries_with_more_than_one() -> None:
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, 60, (200, 2))
     found = several_positives(pairs)
+    assert found is not None
     distinct = {tuple(pair) for pair in pairs.tolist()}
     counts = Counter(query for query, _ in distinct)
     assert [tuple(pair) for pair in found.tolist()] == sorted(pair for pair in distinct if counts[pair[0]] > 1)
-    assert several_positives(np.array([[1, 2], [3, 4], [1, 2]])).shape == (0, 2)
+    assert several_positives(np.array([[1, 2], [3, 4], [1, 2]])) is None
 
 
 def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path: Path) -> None:
     base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
     others = [{**base, "positives": ["a", "c"]}, {**base, "negatives": ["x", "z"]}, {**base, "positives": ["b", "a"]}]
-    paths = [write(tmp_path / f"{i}.jsonl", [record]) for i, record in enumerate([base, *others])]
+    paths = [put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *others])]
     assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
     assert load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint  # no negative is used
-    taken = [{}, {"draw_negatives": False}, {"missing_negatives": "drop"}]
+    taken = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
     found = [load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint for options in taken]
     assert found[0] == found[2] != found[1]
 
@@ -247,16 +230,15 @@ def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs() -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"positives": "some"}, "positives must be one of draw, first, all, got 'some'"),
-        ({"missing_negatives": "skip"}, "missing_negatives must be one of fill, drop, stop, got 'skip'"),
-        ({"num_hard_negatives": -1}, "num_hard_negatives=-1 is not a number of texts"),
-        ({"negatives_from": 5}, "negatives_from=5 with num_hard_negatives=0"),
-        ({"num_hard_negatives": 3, "negatives_from": 2}, "negatives_from=2 with num_hard_negatives=3"),
-        ({"num_hard_negatives": 1, "negatives_from": 2, "draw_negatives": False}, "with draw_negatives=false"),
+        {"positives": "some"},
+        {"missing_negatives": "skip"},
+        {"num_hard_negatives": -1},
+        {"negatives_from": 5},
+        {"num_hard_negatives": 3, "negatives_from": 2},
     ],
 )
-def test_settings_that_cannot_work_together_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_cannot_work_together_are_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
         Selection(**settings)

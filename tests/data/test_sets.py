@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import tracemalloc
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data_files import put_lines
 from datasets import IterableDataset
 
 from contaccum.data import TrainingSets, load_training_data, load_training_sets, parse_training_sets
-from contaccum.data.dataset import SET_KEYS
 from contaccum.data.sampling import text_ids
 from contaccum.errors import ConfigError, DataError
 
 
-def put(path: Path, *rows: dict[str, Any], end: str = "") -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
-    return str(path)
-
-
 def load(*given: Any, **common: Any) -> TrainingSets:
-    return load_training_sets(parse_training_sets(given, common))
+    return load_training_sets(parse_training_sets([x if isinstance(x, dict) else str(x) for x in given], common))
 
 
 def ids(*texts: str) -> list[int]:
@@ -38,24 +31,20 @@ def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common()
     one, other = parse_training_sets(given, {"num_hard_negatives": 1, "split": "dev"})
     assert (one.path, one.name, one.weight, one.reading) == (
         *("x/pairs.jsonl", "pairs", None),
-        {"num_hard_negatives": 1, "split": "dev"},
+        {"num_hard_negatives": 1, "split": "dev", "columns": {}},
     )
     assert (other.name, other.weight, other.reading["columns"]) == ("b", 2, {"query": "q"})
-    (own,) = parse_training_sets(
-        [{"path": "a.tsv", "name": "n", "format": "csv", "num_hard_negatives": 3}], one.reading
-    )
-    assert own.name == "n" and own.reading == {"num_hard_negatives": 3, "split": "dev", "data_format": "csv"}
+    (own,) = parse_training_sets([{"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}], one.reading)
+    assert own.name == "n" and own.reading == {**one.reading, "split": "test", "data_format": "csv"}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ([{"path": "a", "wieght": 2}], "a key of a set must be one of .*, got 'wieght'; did you mean 'weight'"),
-        ([{"name": "a"}], "path must be a text, got None"),
+        ([{"name": "a"}], "a set has a path"),
         (["{broken"], "train_data: '{broken': "),
-        ([{"path": "a", "weight": 0}], "weight must be a number above 0, got 0"),
-        ([{"path": "a", "query_prompt": 1}], "query_prompt must be a text, got 1"),
-        ([{"path": "a", "name": "label"}], "'label' is no name for a set"),
+        ([{"path": "a", "weight": 0}], "perhaps a weight above 0"),
         ([{"path": "a", "format": "xlsx"}], "train_data: .*: format must be one of"),
         ([{"path": "a", "positives": "some"}], "train_data: .*: positives must be one of"),
         (["x/a.jsonl", "y/a.csv"], "two sets are called 'a'"),
@@ -64,16 +53,16 @@ def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common()
 def test_what_cannot_be_said_of_a_set_is_refused(given: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_training_sets(given)
-    assert {"path", "weight", "query_prompt", "missing_negatives"} <= {*SET_KEYS}
 
 
 def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
-    one = put(tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"})
-    other = put(tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"})
-    sets = load(one, {"path": other, "query_prompt": "faq: "})
+    one = put_lines(tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"})
+    other = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"})
+    sets = load(one, {"path": str(other), "query_prompt": "faq: "})
     assert list(sets.dataset) == ["a", "b"]
-    assert sets.known_positives is not None
-    assert sets.known_positives.tolist() == sorted([ids("q", "p"), ids("q", "t")])
+    for part in sets.parts:
+        assert part.known_positives is not None
+        assert part.known_positives.tolist() == sorted([ids("q", "p"), ids("q", "t")])
     assert sets.dataset["b"][1] == {"query": "u", "positive": "p", "label": ids("u", "p")}
     assert sets.fingerprint not in {part.fingerprint for part in sets.parts}
     assert load(other, one).fingerprint != sets.fingerprint == load(one, other).fingerprint
@@ -86,9 +75,9 @@ def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
 
 def test_a_positive_of_another_set_is_never_filled_in_as_a_negative(tmp_path: Path) -> None:
     rows = [{"query": "q", "positive": "p0"}, *({"query": f"q{i}", "positive": f"p{i}"} for i in range(1, 4))]
-    one = put(tmp_path / "a.jsonl", *rows, {"query": "x", "positive": "y", "negative": "n"})
-    other = put(tmp_path / "b.jsonl", *({"query": "q", "positive": f"p{i}"} for i in (1, 2)))
-    sets = load(one, {"path": other, "num_hard_negatives": 0}, num_hard_negatives=1)
+    one = put_lines(tmp_path / "a.jsonl", *rows, {"query": "x", "positive": "y", "negative": "n"})
+    other = put_lines(tmp_path / "b.jsonl", *({"query": "q", "positive": f"p{i}"} for i in (1, 2)))
+    sets = load(one, {"path": str(other), "num_hard_negatives": 0}, num_hard_negatives=1)
     seen = set()
     for epoch in range(40):
         transform = sets.parts[0].transform
@@ -115,7 +104,7 @@ def records(n: int = N) -> list[dict[str, Any]]:
     ]
 
 
-def stream(path: str, buffer_size: int = 8, seed: int = 5, **settings: Any) -> Any:
+def stream(path: Path, buffer_size: int = 8, seed: int = 5, **settings: Any) -> Any:
     settings = {"missing_negatives": "drop", **settings}
     return load_training_data(path, streaming=True, shuffle_buffer_size=buffer_size, seed=seed, **settings)
 
@@ -124,9 +113,9 @@ def texts(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(value for name, value in row.items() if name != "label")
 
 
-@pytest.mark.parametrize("settings", [{"positives": "all"}, {"num_hard_negatives": 2}, {"draw_negatives": False}])
+@pytest.mark.parametrize("settings", [{"positives": "all"}, {"num_hard_negatives": 2}, {"negatives_from": 1}])
 def test_a_pass_holds_the_rows_that_an_epoch_of_stored_data_holds(tmp_path: Path, settings: dict[str, Any]) -> None:
-    path = put(tmp_path / "a.jsonl", *records())
+    path = put_lines(tmp_path / "a.jsonl", *records())
     settings = {"num_hard_negatives": 1, "missing_negatives": "drop", **settings}
     stored = load_training_data(path, **settings)
     rows = stream(path, 1, **settings).dataset
@@ -139,7 +128,7 @@ def test_a_pass_holds_the_rows_that_an_epoch_of_stored_data_holds(tmp_path: Path
 
 
 def test_rows_are_shuffled_by_buffer_and_seed_and_a_stream_goes_on_from_any_row(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", *records())
+    path = put_lines(tmp_path / "a.jsonl", *records())
     straight = list(islice(stream(path, num_hard_negatives=2).dataset, 4 * N))
     assert straight[:N] != list(islice(stream(path, num_hard_negatives=2, seed=6).dataset, N))
     assert [row["query"] for row in straight[:N]] != [f"q{i}" for i in range(N)]
@@ -151,9 +140,9 @@ def test_rows_are_shuffled_by_buffer_and_seed_and_a_stream_goes_on_from_any_row(
 
 
 def test_ids_are_of_texts_and_an_own_positive_among_the_negatives_is_no_other_passage(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", *records())
+    path = put_lines(tmp_path / "a.jsonl", *records())
     twins = 0
-    for row in islice(stream(path, num_hard_negatives=2, draw_negatives=False).dataset, N):
+    for row in islice(stream(path, num_hard_negatives=2, negatives_from=2).dataset, N):
         query, positive, first, second = ids(*texts(row))
         own = int(row["query"][1:]) % 3 > 0  # "p{i}-1" is a positive of the record, taken or not
         twins += own
@@ -162,7 +151,7 @@ def test_ids_are_of_texts_and_an_own_positive_among_the_negatives_is_no_other_pa
 
 
 def test_bad_records_stop_a_stream_or_are_counted_in_each_pass(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", *records(20), end='broken\n{"query": "no positive"}\n')
+    path = put_lines(tmp_path / "a.jsonl", *records(20), end='broken\n{"query": "no positive"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:21: broken JSON"):
         list(islice(stream(path).dataset, 21))
     data = stream(path, on_bad_record="skip", num_hard_negatives=4, missing_negatives="drop")
@@ -172,31 +161,11 @@ def test_bad_records_stop_a_stream_or_are_counted_in_each_pass(tmp_path: Path) -
 
 
 def test_one_set_is_streamed_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", *records())
-    sets = load_training_sets(parse_training_sets([{"path": path, "query_prompt": "q: "}]), streaming=True)
-    assert isinstance(sets.dataset, IterableDataset) and sets.known_positives is None
+    path = put_lines(tmp_path / "a.jsonl", *records())
+    sets = load_training_sets(parse_training_sets([{"path": str(path), "query_prompt": "q: "}]), streaming=True)
+    assert isinstance(sets.dataset, IterableDataset) and sets.parts[0].known_positives is None
     assert sets.prompts({"document": "d: "}) == {"query": "q: ", "positive": "d: "}
     with pytest.raises(ConfigError, match="streaming=true with 2 sets in train_data: one set is streamed"):
-        load_training_sets(parse_training_sets([path, "b.jsonl"]), streaming=True)
+        load_training_sets(parse_training_sets([str(path), "b.jsonl"]), streaming=True)
     with pytest.raises(ConfigError, match="streaming=true cannot fill in missing negatives: set"):
         stream(path, num_hard_negatives=1, missing_negatives="fill")
-    with pytest.raises(ConfigError, match="shuffle_buffer_size must be at least 1"):
-        stream(path, 0)
-    (tmp_path / "corpus.jsonl").write_text("{}")
-    with pytest.raises(ConfigError, match=r"streaming=true with data_format=beir: .*held in memory"):
-        stream(str(tmp_path))
-
-
-def test_memory_does_not_grow_with_what_a_stream_has_read(tmp_path: Path) -> None:
-    long = [{"query": f"q{i}", "positive": f"passage {i} " * 100} for i in range(20_000)]
-    path = put(tmp_path / "a.jsonl", *long)
-    rows = iter(stream(path, 100).dataset)
-    list(islice(rows, 2_000))
-    tracemalloc.start()
-    try:
-        for _ in islice(rows, 10_000):
-            pass
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 3_000_000 < Path(path).stat().st_size / 5

@@ -72,6 +72,6 @@ def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path
     assert result.per_query["question-1"] == {"Accuracy@1": 0.0, "Accuracy@2": 0.0, "Accuracy@3": 1.0}
     with pytest.raises(DataError, match="passage '9' of question-1"):
         score_open_qa(questions, {"question-1": {"9": 1.0}}, passages, show_progress=False)
-    (tmp_path / "p.tsv").write_text("1\ta\tb\n1\tc\td\n")
+    (tmp_path / "p.tsv").write_text("1\ta\n1\tc\n")
     with pytest.raises(DataError, match="id '1' occurs again"):
         load_passages(tmp_path / "p.tsv", RecordReport())

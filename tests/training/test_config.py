@@ -40,7 +40,7 @@ def test_later_files_and_the_command_line_override(tmp_path: Path) -> None:
         ("model: m", [], "train_data is not set"),
         ("model: m\ntrain_data: d", [], "output_dir is not set"),
         ("pooling: max", [], "argument --pooling: invalid choice"),
-        ("data_columns: {qurey: a}", [], r"data_columns: 'qurey' is unknown .*did you mean 'query'"),
+        ("data_columns: {qurey: a}", [], r"data_columns: a role must be .*did you mean 'query'"),
         ("data_format: tevatro", [], "invalid choice: 'tevatro'"),
         ("per_device_train_batch_size: some", [], "per_device_train_batch_size"),
         ("save_strategy: epoch\nload_best_model_at_end: true", [], "save and eval strategy to match"),
