@@ -26,7 +26,7 @@ import torch
 from contaccum.encoders import DualEncoder, set_dropout
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.memory import forget_peak_memory, peak_memory_mb
+from contaccum.training.updates import forget_peak_memory, peak_memory_mb
 from contaccum.training.methods import make_loss
 
 BACKBONES = {  # layers, hidden size, heads, feed-forward size

@@ -111,7 +111,7 @@ def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in: Any, tmp_pa
     plain = trainer_in(tmp_path / "plain", pairs(N, 2), num_train_epochs=2, **SAVES)
     plain.train()
     with pytest.raises(UserError, match="without refresh_negatives_every"):
-        other = trainer_in(tmp_path / "c", pairs(N, 2), resume_with_changes=True, **REFRESH)
+        other = trainer_in(tmp_path / "c", pairs(N, 2), **REFRESH)
         other.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
 
 
@@ -140,5 +140,5 @@ def test_data_that_nothing_can_be_put_into_is_refused(trainer_in: Any, tmp_path:
 
 def test_data_to_mine_in_without_the_queries_is_refused(trainer_in: Any, tmp_path: Path) -> None:
     other = load_mining_data([{"query": "a query", "positive": "a passage"}])
-    with pytest.raises(ConfigError, match=r"row 0 of the training data has a query that .* \(and so have 8 others\)"):
+    with pytest.raises(ConfigError, match=r"row 0 of the training data, and 8 others, have a query"):
         trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)
