@@ -42,19 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
+    name, *rest = arguments or [""]
+    if name in ("", "-h", "--help"):
+        lines = [f"  {command:<10} {text}" for command, text in COMMANDS.items()]
+        lines += ["", "contaccum COMMAND --help lists the options of a command."]
+        print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
+        return 0 if name else 2
+    if name == "--version":
         print(f"contaccum {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
         raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
     return importlib.import_module(f"contaccum.cli.{name}").run(rest)
-
-
-def _usage() -> str:
-    lines = ["usage: contaccum COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    return "\n".join([*lines, "", "contaccum COMMAND --help lists the options of a command."])

@@ -60,10 +60,8 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
     assert not list(output.rglob("training_args.bin"))
     assert train(places, output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [json.loads(x)["update"] for x in (output / "train_log.jsonl").read_text().splitlines()] == [*range(1, 7)]
-    # What it trained, it trains again: now the folder is a SentenceTransformer, with a pooling of its own.
+    # What it trained, it trains again: now the folder is a SentenceTransformer.
     assert train(places, tmp_path / "again", model=output, pooling=None) == 0
-    assert train(places, tmp_path / "no", model=output) == 2
-    assert "pooling=mean with model=" in capsys.readouterr().err
 
 
 def test_a_model_folder_of_the_version_before_loads(places: Path, tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_it_evaluates_and_records_on_what(places: Path, tmp_path: Path, capsys: 
         ({"train_data": "none.jsonl"}, "none.jsonl"),
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
         ({"resume_from_checkpoint": "last"}, "no checkpoint to resume from"),
-        ({"resume_from_checkpoint": "{places}"}, "not a checkpoint"),
+        ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
     ],
 )
 def test_mistakes_give_one_line_and_exit_code_2(

@@ -30,7 +30,6 @@ from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
-from contaccum.errors import ConfigError, UserError
 
 UPDATES = 12
 ROOT = Path(sys.argv[2])
@@ -200,25 +199,6 @@ def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     return build(given.pop("tied", True)).double(), given
 
 
-def reductions(trainer: ContAccumTrainer) -> list[int]:
-    """Counts how often DDP reduces the gradients of all parameters."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from transformers import TrainerCallback
-
-    counted: list[int] = []
-
-    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        counted.extend([1] * bucket.is_last())
-        return allreduce_hook(torch.distributed.group.WORLD, bucket)
-
-    class Hook(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            trainer.model_wrapped.register_comm_hook(None, reduce)
-
-    trainer.add_callback(Hook())
-    return counted
-
-
 def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
     """The same work in as many forks, which are the ranks of one group; returns their exit codes."""
     with socket.socket() as free:
@@ -259,20 +239,18 @@ def ranks() -> dict[str, Any]:
             trainer.save_model()
             trainer.accelerator.wait_for_everyone()
 
-    def case(name: str, count: int, number: int = 0) -> None:
+    def case(name: str, count: int) -> None:
         model, given = models[name][count]
         folder = ROOT / f"{name}-{count}"
         trainer = trainer_in(folder, model, ddp_backend="gloo" if count > 1 else None, **given)
-        counted = reductions(trainer) if count > 1 else []
         trainer.train()
         trainer.accelerator.wait_for_everyone()
         outcome(folder, trainer)
-        (folder / f"reductions-{number}").write_text(str(sum(counted)))
 
     codes["1"] = [wait(fork(lambda: [case(name, 1) for name in CASES]))]  # type: ignore[arg-type]  # the list is no matter
-    codes["2"] = on_ranks(2, lambda number: [case(name, 2, number) for name in CASES])  # type: ignore[arg-type]  # as above
+    codes["2"] = on_ranks(2, lambda number: [case(name, 2) for name in CASES])  # type: ignore[arg-type]  # as above
     codes["fsdp"] = [wait(fork(lambda: sharded(0, 1))), *on_ranks(2, sharded)]
-    codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4, number))
+    codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4))
 
     sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
     model = build()
@@ -297,28 +275,6 @@ def ranks() -> dict[str, Any]:
     shutil.copytree(ROOT / "stopped", ROOT / "alone")
     codes["resumed"] = on_ranks(2, lambda number: several(ROOT / "stopped", number))
     codes["alone"] = [wait(fork(lambda: train(ROOT / "alone", model=model, gather_across_devices=True, **sizes)))]
-    own = {"gather_across_devices": False, "max_steps": 2}
-    codes["own"] = on_ranks(2, lambda number: several(ROOT / "own", number, **own))
-
-    def refused() -> None:
-        try:
-            train(ROOT / "own", model=model, **sizes)
-        except UserError as error:
-            assert "banks of 2 ranks" in str(error), str(error)
-        else:
-            raise AssertionError
-
-    codes["refused"] = [wait(fork(refused))]
-
-    def looks_for_unused(number: int) -> None:
-        try:
-            trainer_in(ROOT / "unused", models["contaccum, untied"][2][0], ddp_find_unused_parameters=True)
-        except ConfigError as error:
-            assert "ddp_find_unused_parameters=true with two towers" in str(error)
-        else:
-            raise AssertionError
-
-    codes["unused"] = on_ranks(2, looks_for_unused)
     return {"codes": codes, "cases": list(CASES)}
 
 

@@ -14,7 +14,6 @@ from tiny_runs import SAVES, differing, log_of, pairs, state_of
 
 from contaccum.errors import UserError
 from contaccum.training import updates
-from contaccum.training.updates import split_rows
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
@@ -105,14 +104,6 @@ def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(trainer_i
     runs_out(trainer, "queries", ALWAYS, fits=1)  # where a pair alone would have no negative
     with pytest.raises(UserError, match="out of memory at a micro-batch of 2"):
         trainer.train()
-
-
-def test_rows_are_split_with_their_shares() -> None:
-    inputs = {"a": torch.arange(7), "b": torch.arange(14).reshape(7, 2), "name": "x"}
-    parts = split_rows(inputs, 3)
-    assert [len(part["a"]) for part, _ in parts] == [3, 2, 2]
-    assert sum(share for _, share in parts) == pytest.approx(1.0)
-    assert torch.equal(torch.cat([part["b"] for part, _ in parts]), inputs["b"]) and parts[0][0]["name"] == "x"
 
 
 AUTO = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
