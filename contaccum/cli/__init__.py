@@ -29,8 +29,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV`` and return the exit code."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        if name in COMMANDS:
+            return importlib.import_module(f"contaccum.cli.{name}").run(rest)
+        if name and name not in ("-h", "--help", "--version"):
+            raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
     except UserError as error:
         rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
         where = "" if rank == "0" else f" on rank {rank}"
@@ -39,18 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("contaccum: interrupted", file=sys.stderr)
         return 130
-
-
-def _dispatch(arguments: list[str]) -> int:
-    name, *rest = arguments or [""]
-    if name in ("", "-h", "--help"):
-        lines = [f"  {command:<10} {text}" for command, text in COMMANDS.items()]
-        lines += ["", "contaccum COMMAND --help lists the options of a command."]
-        print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
-        return 0 if name else 2
     if name == "--version":
         print(f"contaccum {__version__}")
         return 0
-    if name not in COMMANDS:
-        raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
-    return importlib.import_module(f"contaccum.cli.{name}").run(rest)
+    lines = [f"  {command:<10} {text}" for command, text in COMMANDS.items()]
+    lines += ["", "contaccum COMMAND --help lists the options of a command."]
+    print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
+    return 0 if name else 2

@@ -29,11 +29,7 @@ METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
-_ONLY_WITH = {
-    "bank_size": BANK_METHODS,
-    "query_bank_size": ("contaccum",),
-    "grad_cache_mini_batch_size": ("grad_cache",),
-}
+_ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum",), "grad_cache_mini_batch_size": ("grad_cache",)}
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -76,15 +72,9 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
-    gather_across_devices: bool | None = option(
-        None, "Build the batch of all devices before the loss; all then hold one bank. Default: with a bank."
-    )
-    balance_grad_norms: str = option(
-        "none", "geometric: scale both towers' gradients to the geometric mean of their norms.", BALANCES
-    )
-    refresh_negatives_every: int | None = option(
-        None, "Mine hard negatives anew with the model in training, every so many updates. Default: never."
-    )
+    gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
+    balance_grad_norms: str = option("none", "geometric: bring both towers' gradients to the mean norm.", BALANCES)
+    refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")
     refresh_corpus: str | None = option(None, "Where to mine. Default: a BEIR folder's corpus, else the positives.")
     refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")
     refresh_range_max: int | None = option(None, "Mine none beyond this rank. Default: ten times refresh_pool.")
@@ -96,15 +86,11 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         None, "Shares of micro-batches by name of the training set, as {a: 2, b: 1}; 1 for others."
     )
     grad_cache_mini_batch_size: int | None = option(
-        None, "Pairs encoded at once by grad_cache. Default: per_device_train_batch_size."
+        None, "Pairs that grad_cache encodes at once. Default: a micro-batch."
     )
-    total_train_batch_size: int | None = option(
-        None, "Pairs per update, on all devices; gradient_accumulation_steps follows from it."
-    )
+    total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
     max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
-    early_stopping_patience: int | None = option(
-        None, "Stop after so many evaluations in a row without a better metric_for_best_model. Default: never."
-    )
+    early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
     early_stopping_threshold: float = option(0.0, "Better means better by more than this.")
 
     def __post_init__(self) -> None:
@@ -120,11 +106,10 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
         given = self.multi_dataset_batch_sampler
-        if self.set_sampler in ("temperature", "weights"):
-            self.multi_dataset_batch_sampler = "proportional"  # the base class knows no others
-        super().__post_init__()
         if self.set_sampler is not None:
-            self.multi_dataset_batch_sampler = given
+            self.multi_dataset_batch_sampler = "proportional"  # the base class knows not all
+        super().__post_init__()
+        self.multi_dataset_batch_sampler = given
         self._refuse_on_this_machine()
         self._fit_sizes()
         if self.keeps_bank and self.bank_size is None:
@@ -160,7 +145,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})
-        for name, methods in _ONLY_WITH.items():
+        for name, methods in _ONLY.items():
             value, others = getattr(self, name), " and ".join(methods)
             refuse(
                 {f"{name}={value} with method={method}: it is for {others}. Drop it": value and method not in methods}

@@ -67,18 +67,14 @@ class DataArguments:
         },
     )
     data_format: str | None = option(None, "Default: detected from the content.", tuple(DATA_FORMATS))
-    data_columns: list[str] | None = option(  # noqa: RUF009  # a field, as those above
-        None, "What the data calls its fields: query=question positive=answer; in YAML {query: question}."
-    )
+    data_columns: list[str] | None = option(None, "The data's names of fields: query=question ...")  # noqa: RUF009
     split: str = option("train", "Of a BEIR or MS MARCO folder, or of a Hugging Face data set.")
     num_hard_negatives: int = option(0, "Hard negatives per query to use.")
-    positives: str | None = option(
-        None, "Of records with several: draw one in each epoch, take the first, or all.", tuple(POSITIVES_USED)
-    )
+    positives: str | None = option(None, "Of several: draw one in each epoch, the first, or all.", POSITIVES_USED)
     negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
     draw_negatives: bool = option(True, "Sample hard negatives anew in each epoch; false: always the first.")
     missing_negatives: str = option(
-        "fill", "Of records with too few: fill up with others' passages, drop the record, or stop.", MISSING_NEGATIVES
+        "fill", "Fill up with others' passages, drop the record, or stop.", MISSING_NEGATIVES
     )
     streaming: bool = option(False, "Read the files anew in each pass, and store nothing. Needs max_steps.")
     shuffle_buffer_size: int | None = option(None, "Rows of a stream of which a random one is next. Default 10,000.")
@@ -86,9 +82,7 @@ class DataArguments:
     eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
     eval_split: str = option("dev", "Of eval_data: which judgements.")
     eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
-    eval_corpus_size: int | None = option(
-        None, "Search among so many of its documents, every relevant one among them. Default: all."
-    )
+    eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
     eval_corpus_sample: str = option("random", "Which documents: random ones, or BM25's first.", ("random", "bm25"))
 
     @property

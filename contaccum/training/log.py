@@ -90,21 +90,13 @@ def rows_of(dataset: Any) -> int | None:
 
 
 def describe_run(trainer: Any) -> str:
-    """What is about to happen, one fact a line, for the start of a run."""
-    args, pairs = trainer.args, trainer.args.total_train_batch_size
-    bank = (args.bank_size or 0) if args.keeps_bank else 0
-    facts = {
-        "method": args.method,
-        "pairs per micro-batch": args.pairs_per_micro_batch,
-        "micro-batches (K)": pairs // args.world_size // args.pairs_per_micro_batch,
-        "devices": args.world_size,
-        "pairs per update": pairs,
-        "bank rows": f"{bank:,} passages, {0 if args.query_bank_size == 0 else bank:,} queries",
-        "updates": f"{trainer.state.max_steps:,}",
-    }
-    for name, about in trainer.set_shares.items():
-        facts[f"set {name}"] = f"{about['rows']:,} rows, {about.get('share', math.nan):.2%} of micro-batches"
-    return "\n".join(f"{name:<21} {value}" for name, value in facts.items())
+    """What is about to happen, in a line."""
+    args, n, pairs = trainer.args, trainer.args.pairs_per_micro_batch, trainer.args.total_train_batch_size
+    bank = f", a bank of {args.bank_size:,}" if args.keeps_bank else ""
+    return (
+        f"{args.method}: {trainer.state.max_steps:,} updates of {pairs} pairs, in {pairs // (args.world_size * n)} "
+        f"micro-batches of {n} on {args.world_size} device(s){bank}"
+    )
 
 
 class CollapseWatch:

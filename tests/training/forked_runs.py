@@ -23,8 +23,9 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from datasets import Dataset, disable_progress_bars
-from sample_texts import WORDS, sentences
+from datasets import disable_progress_bars
+from sample_texts import WORDS
+from tiny_runs import log_of, pairs, state_of
 from transformers import BertConfig, BertTokenizerFast, set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -53,11 +54,6 @@ def build(tied: bool = True, normalize: bool = True) -> DualEncoder:
     return DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=normalize, tokenizer=tokenizer)
 
 
-def data(rows: int, negatives: int = 0) -> Dataset:
-    columns = {"query": sentences(rows, 1), "positive": sentences(rows, 2, 9)}
-    return Dataset.from_dict(columns | {f"negative_{i}": sentences(rows, 2 + i) for i in range(1, negatives + 1)})
-
-
 def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
@@ -81,23 +77,14 @@ def trainer_in(
     folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
 ) -> ContAccumTrainer:
     args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
-    dataset = data(rows, negatives)
+    dataset = pairs(rows, negatives)
     return ContAccumTrainer(model or build(), args, dataset.to_iterable_dataset() if stream else dataset, quiet=True)
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
     """All that a run came to, for comparison."""
-    optimizer: Any = trainer.optimizer
-    state = {f"model.{k}": v for k, v in trainer.model.state_dict().items()}
-    for index, loss in enumerate(trainer.bank_losses()):
-        state |= {f"bank.{index}.{k}": v for k, v in loss.bank_state_dict().items()}
-    for index, values in optimizer.state_dict()["state"].items():
-        state |= {f"optimizer.{index}.{k}": torch.as_tensor(v) for k, v in values.items()}
-    state["random"] = torch.get_rng_state()
-    log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-    log = [
-        {k: v for k, v in line.items() if k not in ("seconds", "pairs_per_second", "peak_memory_mb")} for line in log
-    ]
+    state, measured = state_of(trainer), ("seconds", "pairs_per_second", "peak_memory_mb")
+    log = [{k: v for k, v in line.items() if k not in measured} for line in log_of(folder)]
     if trainer.args.process_index == 0:
         torch.save({"state": state, "log": log}, folder / "outcome.pt")
 
@@ -137,7 +124,7 @@ def kill(kills: int) -> dict[str, Any]:
     anywhere within an update and the save after it. A run that ends before it is killed makes room for another.
     """
     codes = [wait(fork(lambda: train(ROOT / "straight")))]
-    log = [json.loads(line) for line in (ROOT / "straight" / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(ROOT / "straight")
     update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
     sample = random.Random(3)
     killed, reached, folders = 0, [], [ROOT / "killed-0"]
@@ -233,7 +220,7 @@ def ranks() -> dict[str, Any]:
             args = ContAccumTrainingArguments(output_dir=str(ROOT / f"{name}-{count}"), **arguments(**given))
             if count > 1:
                 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            trainer = ContAccumTrainer(fsdp_models[name], args, data(48), quiet=True)
+            trainer = ContAccumTrainer(fsdp_models[name], args, pairs(48), quiet=True)
             trainer.train(resume_from_checkpoint=str(ROOT / "fsdp-2" / "checkpoint-1") if "resumed" in name else None)
             assert type(trainer.model_wrapped).__name__.startswith("FSDP" if count > 1 else "Dual")
             trainer.save_model()

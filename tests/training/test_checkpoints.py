@@ -198,22 +198,3 @@ def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
     resumed.train(resume_from_checkpoint="last")
     assert differing(run[1], state_of(resumed)) == []
     assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in run[2]]
-
-
-def test_the_marker_comes_last_and_nothing_without_it_is_loaded(
-    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every file that a checkpoint consists of, as if the process died right there."""
-    trainer_in(tmp_path, max_steps=1, **SAVES).train()
-    whole = tmp_path / "checkpoint-1"
-    for path in sorted(p for p in whole.rglob("*") if p.is_file()):
-        torn = tmp_path / "torn" / "checkpoint-1"
-        shutil.copytree(whole, torn)
-        (torn / path.relative_to(whole)).unlink()
-        assert fault_of(torn) is not None, path
-        shutil.rmtree(torn)
-        if path.stat().st_size:
-            shutil.copytree(whole, torn)
-            os.truncate(torn / path.relative_to(whole), path.stat().st_size // 2)
-            assert fault_of(torn) is not None, path
-            shutil.rmtree(torn)

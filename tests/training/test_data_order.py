@@ -138,18 +138,6 @@ def test_a_run_on_several_sets_resumes_bit_for_bit_and_knows_their_shares(traine
     assert record["sets"][1]["share"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("method", ["in_batch", "grad_cache", "contaccum"])
-def test_methods_train_on_sets_with_different_numbers_of_negatives(
-    trainer_in: Any, method: str, tmp_path: Path
-) -> None:
-    k = 1 if method == "in_batch" else 3
-    settings = {"multi_dataset_batch_sampler": "temperature", "gradient_accumulation_steps": k}
-    trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, method=method, **settings)
-    trainer.train()
-    if method == "contaccum":
-        assert trainer.loss._positives is not None and trainer.hard_negatives == 2
-
-
 def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
     paths = {name: write(tmp_path, name, n, 10 * n) for name, n in SIZES.items()}
     asked = [{"path": paths["large"], "query_prompt": "cat "}, paths["small"], {"path": paths["other"], "weight": 1}]

@@ -116,13 +116,6 @@ def test_patience_is_lost_evaluation_by_evaluation_across_restarts(
     assert patient.state.global_step == patient.state.best_global_step == 5
 
 
-def test_better_by_less_than_the_threshold_is_not_better(trainer_in: Any, tmp_path: Path) -> None:
-    rising = {n: 0.5 + n / 100 for n in range(1, 7)}
-    trainer = trainer_in(tmp_path, 72, evaluator=Figures(rising), **STOPS, early_stopping_threshold=0.02)
-    trainer.train()
-    assert trainer.state.global_step == 3
-
-
 def test_an_evaluation_is_not_time_of_training(
     trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,19 +95,6 @@ def test_every_method_trains_and_logs_each_update(trainer_in: Any, method: str, 
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_grad_cache_equals_one_large_batch(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
-    """n=4 x K=3 by grad_cache gives the update of a batch of 12 by in_batch (no dropout)."""
-    weights = []
-    for method, n, k in (("grad_cache", 4, 3), ("in_batch", 12, 1)):
-        model = tiny_model().double()
-        sizes = {"per_device_train_batch_size": n, "gradient_accumulation_steps": k, "warmup_steps": 0}
-        trainer = trainer_in(tmp_path / method, 24, model=model, method=method, **sizes)
-        assert trainer.args.total_train_batch_size == 12
-        trainer.train()
-        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
-    assert (weights[0] - weights[1]).abs().max() < 1e-9
-
-
 def watch_towers(trainer: ContAccumTrainer) -> list[dict[str, float]]:
     """What the optimizer gets of each tower at every step."""
     seen: list[dict[str, float]] = []
@@ -191,9 +178,8 @@ def test_the_start_says_what_will_happen(trainer_in: Any, tmp_path: Path, capsys
     trainer = trainer_in(tmp_path, pairs(48, 1), bank_size=30)
     trainer.quiet = False
     trainer.train()
-    facts = {line[:21].strip(): line[22:].strip() for line in capsys.readouterr().out.splitlines()}
-    expected = {"method": "contaccum", "pairs per update": "12", "bank rows": "30 passages, 30 queries", "updates": "4"}
-    assert facts.items() >= expected.items()
+    said = "contaccum: 4 updates of 12 pairs, in 3 micro-batches of 4 on 1 device(s), a bank of 30"
+    assert said in capsys.readouterr().out
 
 
 def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> None:
