@@ -129,9 +129,8 @@ class EvaluationCallback(EarlyStoppingCallback):
             super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
             if self.early_stopping_patience_counter >= self.early_stopping_patience and state.is_world_process_zero:
                 logger.warning(
-                    f"stopped early after update {state.global_step}: {self.early_stopping_patience} evaluations in a "
-                    f"row without a better {args.metric_for_best_model} than {state.best_metric:.4f}, that of update "
-                    f"{state.best_global_step}"
+                    f"stopped early after update {state.global_step}: no better {args.metric_for_best_model} than "
+                    f"{state.best_metric:.4f} of update {state.best_global_step}"
                 )
         set_random_states(self._random)
         self.trainer.updates.present.started = time.perf_counter()

@@ -64,12 +64,12 @@ class NegativeRefresh:
         every: Any = self.args.refresh_negatives_every
         return self.at != update and (self._none_given if update == 0 else update % every == 0)
 
-    def mine(self, model: Any, update: int, first_rank: bool = True) -> dict[str, float]:
-        """Mine with ``model`` as it is: rank 0 does, and every rank gets the same. Returns what rank 0 logs."""
+    def mine(self, model: Any, update: int, first_rank: bool) -> dict[str, float]:
+        """Mine with ``model`` as it is: rank 0 does, and every rank gets the same. Returns what is logged."""
         from contaccum.mining import mine_hard_negatives
 
         started, args = time.perf_counter(), self.args
-        found, about = self.rows, {}
+        found = self.rows
         if first_rank:
             mined = mine_hard_negatives(
                 self.data,
@@ -81,12 +81,9 @@ class NegativeRefresh:
                 autocast_dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
                 show_progress=False,
             )
-            found, record = mined.rows.astype(np.int32), mined.record("keep")
-            again = (found[:, :, None] == self.rows[:, None, :]).any(-1) & (found >= 0)
-            about = {f"mined_{kind}_score": record[f"mean_{kind}_score"] for kind in ("positive", "negative")}
-            about["mined_as_before"] = float(again.sum() / (found >= 0).sum())
+            found = mined.rows.astype(np.int32)
         self.rows, self.at = from_first_rank(torch.from_numpy(found.copy())).numpy(), update
-        return {"mined_at": update, "mining_seconds": time.perf_counter() - started, **about}
+        return {"mined_at": update, "mining_seconds": time.perf_counter() - started}
 
     def renew(
         self, inputs: Mapping[str, Any], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -115,11 +112,9 @@ class NegativeRefresh:
         return {"rows": torch.from_numpy(self.rows), "at": torch.tensor(-1 if self.at is None else self.at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from :meth:`state_dict`; raises `UserError` where there is none, or other data were mined in."""
-        if not state:
-            raise UserError("the checkpoint was written without refresh_negatives_every: resume it without")
+        """Go on from :meth:`state_dict`; raises `UserError` where other data were mined in."""
         if state["rows"].shape != self.rows.shape or int(state["rows"].max()) >= self.data.pool_size:
-            raise UserError("the checkpoint's negatives were mined in other data: resume with those, and refresh_pool")
+            raise UserError("the checkpoint's negatives were mined in other data: resume with those")
         self.rows, at = state["rows"].numpy(), int(state["at"])
         self.at = None if at < 0 else at
 

@@ -215,7 +215,8 @@ class Updates:
         """
         if norm is None or math.isfinite(float(norm)):
             return
-        update, most, scale = self.present, self.trainer.args.max_skipped_updates, self.scale
+        update, trainer, scale = self.present, self.trainer, self.scale
+        most = trainer.args.max_skipped_updates
         blamed = sorted({i for i, loss in zip(update.places, update.losses, strict=True) if not torch.isfinite(loss)})
         if not blamed and scale > 1:  # what a scaler is there for: it skips the step and halves its scale
             update.about |= {"skipped": "overflow", "scale": scale}
@@ -225,14 +226,10 @@ class Updates:
         update.about |= {"skipped": kind, "scale": scale, "micro_steps": blamed, "rows": rows}
         self.skipped += 1
         shown = "unknown" if rows is None else ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
-        text = (
-            f"update {self.trainer.state.global_step + 1}: the {kind} is not finite (rows {shown} of the training data)"
-        )
+        text = f"update {trainer.state.global_step + 1}: the {kind} is not finite (rows {shown} of the training data)"
         if self.skipped > most:
-            raise UserError(
-                f"{text}, and max_skipped_updates={most} are skipped already: look at these rows, or lower "
-                "learning_rate. The weights are those before this update"
-            )
+            mend = "look at these rows, or lower learning_rate; the weights are those before this update"
+            raise UserError(f"{text}, and max_skipped_updates={most} are skipped already: {mend}")
         logger.warning(f"{text}: skipped, {self.skipped} of max_skipped_updates={most}")
         if getattr(self.trainer.accelerator, "scaler", None) is None:  # which skips the step by itself
             model.zero_grad()
