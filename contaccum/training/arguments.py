@@ -148,7 +148,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         for name, methods in _ONLY.items():
             value, others = getattr(self, name), " and ".join(methods)
             refuse(
-                {f"{name}={value} with method={method}: it is for {others}. Drop it": value and method not in methods}
+                {f"method={method} with {name}={value}: it is for {others}. Drop it": value and method not in methods}
             )
         deepspeed = self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
