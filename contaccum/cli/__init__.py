@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
     except UserError as error:
         rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
-        where = "" if rank == "0" else f" on rank {rank}"
+        where = f" on rank {rank}" if rank != "0" else ""
         print(f"contaccum: error{where}: {redact(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -64,11 +64,7 @@ SEARCH += ("passage_max_length", "on_bad_record", "device", "no_progress", "trus
 
 
 def load_model(name: str, args: argparse.Namespace) -> Any:
-    """The model ``name`` with the device, lengths and trust of the command line.
-
-    Raises:
-        UserError: for a model or a device that cannot be used here.
-    """
+    """The model ``name`` as the command line says; raises `UserError` for a model or device that cannot be used."""
     import torch
 
     from contaccum.encoders import DualEncoder, set_max_lengths

@@ -81,11 +81,7 @@ def choose_checkpoint(
 ) -> str | None:
     """The checkpoint to go on from: ``last`` (or ``True``), ``auto`` or a folder; None for ``auto`` without any.
 
-    Args:
-        settings: what the run that is to go on must have in common with it.
-
-    Raises:
-        UserError: when there is none, none is whole, or the run cannot go on from it.
+    Raises `UserError` when there is none, none is whole, or it has not the ``settings`` of the run that is to go on.
     """
     by_word = asked.lower() in ("true", "last", "auto")
     found = find_checkpoints(str(args.output_dir)) if by_word else [Path(asked)]

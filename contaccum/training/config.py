@@ -119,8 +119,7 @@ class _Parser(HfArgumentParser):
 def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
     """``[CONFIG.yaml ...] [--key value ...]`` to arguments; later files and the command line override.
 
-    Raises:
-        ConfigError: for a file that cannot be read, an unknown key, or values that cannot work.
+    Raises `ConfigError` for a file that cannot be read, an unknown key, or values that cannot work.
     """
     parser = _Parser(
         [ModelArguments, DataArguments, ContAccumTrainingArguments],  # type: ignore[list-item]  # its own type variable
@@ -275,11 +274,7 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
-    """The encoder to train: a saved SentenceTransformer as it is, or a transformers backbone with pooling.
-
-    Raises:
-        UserError: when it cannot be loaded.
-    """
+    """The encoder to train: a SentenceTransformer as it is, or a backbone with pooling; raises `UserError`."""
     from contaccum.encoders import DualEncoder, freeze_word_embeddings, set_attention, set_dropout
 
     if _is_sentence_transformer(arguments.model):

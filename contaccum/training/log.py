@@ -100,12 +100,9 @@ def describe_run(trainer: Any) -> str:
 
 
 class CollapseWatch:
-    """Looks at the record of each update, and warns once of each way to collapse, with the settings to change.
-
-    - the loss of local rows is back at the logarithm of the number of columns (a guess) after it was well below;
-    - embeddings no longer differ: their spread is near zero;
-    - the bank is out of reach: its columns from earlier updates get almost none of the softmax that columns of the
-      present encoder get, so that "new or old" is all the loss still asks.
+    """Warns once of each way to collapse: the loss of local rows is back at the logarithm of the number of columns (a
+    guess) after it was well below; embeddings no longer differ; or the bank's columns from earlier updates get almost
+    none of the softmax that columns of the present encoder get, so that "new or old" is all the loss still asks.
     """
 
     def __init__(self) -> None:

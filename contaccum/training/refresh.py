@@ -30,14 +30,8 @@ class NegativeRefresh:
     """The mined negatives of every query, and the texts that a batch takes of them.
 
     A row takes h of its query's mined negatives, sampled by (seed, epoch, row, update of the refresh) alone, and other
-    passages of the pool, no positives of the query, where there are fewer.
-
-    Args:
-        dataset: N rows that know their number.
-        data: what is mined in; None: the rows, in which case negatives are other rows' positives.
-
-    Raises:
-        ConfigError: rows whose query is not in ``data``.
+    passages of the pool, no positives of the query, where there are fewer. Rows know their number. Without ``data``,
+    negatives are other rows' positives; with it, `ConfigError` for rows whose query is not there.
     """
 
     def __init__(self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None) -> None:

@@ -77,10 +77,8 @@ class Updates:
         """Forward and backward of a micro-batch; returns its share of the update's loss.
 
         When memory runs out, micro-batches are halved from there on, and the gradient of the update begins again with
-        all of its pairs: none is left out, and what was in the bank by then is there twice.
-
-        Raises:
-            UserError: when no smaller micro-batch helps, or several ranks would have to agree on one.
+        all of its pairs: none is left out, and what was in the bank by then is there twice. Raises `UserError` when no
+        smaller micro-batch helps, or several ranks would have to agree on one.
         """
         update, trainer, first = self.present, self.trainer, len(self.present.inputs)
         update.inputs.append(inputs)
@@ -210,8 +208,7 @@ class Updates:
     def judge(self, model: nn.Module, norm: Any) -> None:
         """Leave out an update whose gradient has a ``norm``, over all ranks, that is not finite; name rows to blame.
 
-        Raises:
-            UserError: when ``max_skipped_updates`` are skipped already.
+        Raises `UserError` when ``max_skipped_updates`` are skipped already.
         """
         if norm is None or math.isfinite(float(norm)):
             return
