@@ -148,9 +148,9 @@ class EvaluationCallback(EarlyStoppingCallback):
 class SignalCallback(TrainerCallback):
     """SIGTERM and SIGINT as requests: the update ends, a checkpoint is saved, and `SystemExit` is raised.
 
-    Its code is 128 and the signal's number: 143, 130. (transformers' own callback saves inside an update, whose pairs are
-    in the bank by then, and ends with code 0.) Handlers are in place within ``with``, in the main thread,
-    which alone may set them; a second signal does what it did before.
+    Its code is 128 and the signal's number: 143, 130. (transformers' own callback saves inside an update, whose pairs
+    are in the bank by then, and ends with code 0.) Handlers are in place within ``with``, in the main thread, which
+    alone may set them; a second signal does what it did before.
     """
 
     def __init__(self) -> None:
