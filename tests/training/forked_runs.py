@@ -153,6 +153,8 @@ def kill(kills: int) -> dict[str, Any]:
         if code == -signal.SIGKILL:
             killed += 1
             reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
+            if (folder / f"checkpoint-{UPDATES}" / "contaccum.json").is_file():  # it had ended: nothing is left to do
+                folders[-1] = ROOT / f"killed-{killed}-anew"
         else:
             codes.append(code)
             folders.append(ROOT / f"killed-{len(folders)}")
