@@ -83,7 +83,6 @@ class DataArguments:
     eval_split: str = option("dev", "Of eval_data: which judgements.")
     eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
     eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
-    eval_corpus_sample: str = option("random", "Which documents: random ones, or BM25's first.", ("random", "bm25"))
 
     @property
     def source(self) -> dict[str, Any]:
@@ -180,7 +179,7 @@ def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
             ),
         }
     )
-    refuse_alone(data, {"shuffle_buffer_size": "streaming", "eval_corpus_sample": "eval_corpus_size"})
+    refuse_alone(data, {"shuffle_buffer_size": "streaming"})
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if weights:
         args.sampling_weights, args.set_sampler, args.multi_dataset_batch_sampler = weights, "weights", "weights"
@@ -256,11 +255,10 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     from contaccum.evaluation.beir import load_data as load_beir
     from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
-    how: Any = {"bad": data.on_bad_record, "sample": data.eval_corpus_sample}  # each is one of its choices
-    whole = load_beir(data.eval_data, data.eval_split, how["bad"])
-    dataset = sample(whole, data.eval_queries, data.eval_corpus_size, how["sample"])
+    bad: Any = data.on_bad_record  # one of the choices
+    whole = load_beir(data.eval_data, data.eval_split, bad)
+    dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
     about: dict[str, Any] = {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}
-    about |= {"sampled": data.eval_corpus_sample} if len(dataset.corpus) < len(whole.corpus) else {}
     metric = args.metric_for_best_model
     chosen = () if metric in (None, "loss") else (check_metric(str(metric)),)
     return RetrievalEvaluator(

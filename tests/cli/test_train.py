@@ -77,7 +77,7 @@ def test_it_evaluates_and_records_on_what(places: Path, tmp_path: Path, capsys: 
     lines = [json.loads(line) for line in (tmp_path / "run" / "eval_log.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [2, 3] and 0 <= lines[0]["eval_recall@1"] <= 1
     record = json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]
-    assert (record["sampled"], record["documents"], record["of_documents"]) == ("random", 6, 8)
+    assert (record["documents"], record["of_documents"]) == (6, 8)
     assert train(places, tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
 

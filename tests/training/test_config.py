@@ -73,7 +73,6 @@ TWO = {"train_data": ["a", "b"]}
         ({"eval_split": "test"}, "eval_split=test without eval_data"),
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
-        ({**EVALUATED, "eval_corpus_sample": "bm25"}, "eval_corpus_sample=bm25 without eval_corpus_size"),
         ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),
     ],
 )
