@@ -20,10 +20,16 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.distributed import agree, sum_over_ranks
+from contaccum.distributed import sum_over_ranks
 from contaccum.files import write_json
 from contaccum.training import log
-from contaccum.training.updates import forget_peak_memory, peak_memory_mb, random_states, set_random_states
+from contaccum.training.updates import (
+    forget_peak_memory,
+    least_over_ranks,
+    peak_memory_mb,
+    random_states,
+    set_random_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +181,9 @@ class SignalCallback(TrainerCallback):
         print(f"contaccum: {name}: saving a checkpoint after this update; a second ends at once", file=sys.stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.received = -agree(-self.received, args.device)  # ranks stop together, where one of them was asked to
+        self.received = -least_over_ranks(
+            -self.received, args.device
+        )  # ranks stop together, where one of them was asked to
         if self.received:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

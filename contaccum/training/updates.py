@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
 from contaccum.data.sampling import first_texts
-from contaccum.distributed import agree, world_size
+from contaccum.distributed import world_size
 from contaccum.errors import UserError
 from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
@@ -172,7 +173,7 @@ class Updates:
             grown, found = peak_memory_mb(args.device) - before, n
         clear_device_cache(garbage_collection=True)
         set_random_states(states)
-        found = agree(found, args.device)
+        found = least_over_ranks(found, args.device)
         if not found:
             raise UserError(f"out of memory at a micro-batch of {self._least_rows}: {WHAT_ELSE}")
         self.take_micro_batch(found)
@@ -247,6 +248,15 @@ class Updates:
 def _spoil_if_not_finite(module: nn.Module, arguments: Any, loss: Any) -> Any:
     """A loss that is not finite gets a gradient that is not finite either, on whichever rank it is."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan) if isinstance(loss, Tensor) else loss
+
+
+def least_over_ranks(value: int, device: torch.device) -> int:
+    """The least of every rank's ``value``; the value itself without a process group."""
+    if world_size() > 1:
+        shared = torch.tensor(value, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MIN)
+        value = int(shared)
+    return value
 
 
 def _rows(inputs: dict[str, Any]) -> int:
