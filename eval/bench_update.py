@@ -26,8 +26,8 @@ import torch
 from contaccum.encoders import DualEncoder, set_dropout
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.memory import forget_peak_memory, peak_memory_mb
 from contaccum.training.methods import make_loss
+from contaccum.training.updates import forget_peak_memory, peak_memory_mb
 
 BACKBONES = {  # layers, hidden size, heads, feed-forward size
     "bert-base": (12, 768, 12, 3072),

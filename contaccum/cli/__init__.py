@@ -29,32 +29,24 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV`` and return the exit code."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        if name in COMMANDS:
+            return importlib.import_module(f"contaccum.cli.{name}").run(rest)
+        if name and name not in ("-h", "--help", "--version"):
+            raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
     except UserError as error:
         rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
-        where = "" if rank == "0" else f" on rank {rank}"
+        where = f" on rank {rank}" if rank != "0" else ""
         print(f"contaccum: error{where}: {redact(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("contaccum: interrupted", file=sys.stderr)
         return 130
-
-
-def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if name == "--version":
         print(f"contaccum {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
-    if name not in COMMANDS:
-        raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
-    return importlib.import_module(f"contaccum.cli.{name}").run(rest)
-
-
-def _usage() -> str:
-    lines = ["usage: contaccum COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    return "\n".join([*lines, "", "contaccum COMMAND --help lists the options of a command."])
+    lines = [f"  {command:<10} {text}" for command, text in COMMANDS.items()]
+    lines += ["", "contaccum COMMAND --help lists the options of a command."]
+    print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
+    return 0 if name else 2

@@ -13,7 +13,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses as the rest of contaccum does: one line, raised, not printed with the usage; names the closest option."""
+    """Refuses in one line, which is raised, and names the closest option."""
 
     def __init__(self, command: str, description: str, **kwargs: Any) -> None:
         super().__init__(prog=f"contaccum {command}", description=description, allow_abbrev=False, **kwargs)
@@ -64,14 +64,15 @@ SEARCH += ("passage_max_length", "on_bad_record", "device", "no_progress", "trus
 
 
 def load_model(name: str, args: argparse.Namespace) -> Any:
-    """The model ``name`` with the device, lengths and trust of the command line.
+    """The model ``name`` as the command line says; raises `UserError` for a model or device that cannot be used."""
+    import torch
 
-    Raises:
-        UserError: when there is none, or it cannot be read.
-    """
     from contaccum.encoders import DualEncoder, set_max_lengths
 
-    check_device(args.device)
+    try:
+        torch.empty(0, device=args.device)  # before a model is read for it
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {args.device!r} cannot be used here: {str(error).splitlines()[0]}") from error
     model = DualEncoder.from_pretrained(name, device=args.device, trust_remote_code=args.trust_remote_code)
     set_max_lengths(model, args.query_max_length, args.passage_max_length)
     return model
@@ -80,20 +81,6 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
 def autocast_dtype(args: argparse.Namespace) -> str | None:
     """``--precision`` as encoding takes it: None for float32."""
     return None if args.precision == "float32" else args.precision
-
-
-def check_device(device: str | None) -> None:
-    """Refuse a device that torch cannot use here, before a model is read for it.
-
-    Raises:
-        ConfigError: naming the device and the reason.
-    """
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def search_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,6 @@ trained: random numbers, clock and memory are as before.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import sys
@@ -21,25 +20,21 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.distributed import sum_over_ranks, world_size
+from contaccum.distributed import sum_over_ranks
 from contaccum.files import write_json
-from contaccum.training.log import (
-    EVAL_LOG,
-    RUN_RECORD,
-    TRAIN_LOG,
-    CollapseWatch,
-    append_line,
-    describe_run,
-    keep_log_until,
-    run_record,
+from contaccum.training import log
+from contaccum.training.updates import (
+    forget_peak_memory,
+    least_over_ranks,
+    peak_memory_mb,
+    random_states,
+    set_random_states,
 )
-from contaccum.training.memory import forget_peak_memory, peak_memory_mb, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
 
-# Of an update's record, what logs of transformers get; on a terminal, without trackers, the first alone.
-_SHOWN = ("grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill", "bank_age", "pairs_per_second")
-_TRACKED = ("grad_norm_", "bank_", "drift_", "in_batch_mass", "embedding_spread", "columns", "pairs_per_", "peak_mem")
+# Of an update's record, what transformers' logs and trackers get.
+_LOGGED = ("grad_norm_", "bank_", "drift_", "in_batch_mass", "embedding_spread", "columns", "pairs_per_", "peak_mem")
 
 
 class UpdateCallback(TrainerCallback):
@@ -47,7 +42,7 @@ class UpdateCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.collapse = CollapseWatch()
+        self.collapse = log.CollapseWatch()
         self.last: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -56,10 +51,10 @@ class UpdateCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if not trainer.quiet:
-            print(describe_run(trainer), flush=True)
-        write_json(folder / RUN_RECORD, run_record(trainer))
-        keep_log_until(folder / TRAIN_LOG, state.global_step)
-        keep_log_until(folder / EVAL_LOG, state.global_step or -1)
+            print(log.describe_run(trainer), flush=True)
+        write_json(folder / log.RUN_RECORD, log.run_record(trainer))
+        log.keep_log_until(folder / log.TRAIN_LOG, state.global_step)
+        log.keep_log_until(folder / log.EVAL_LOG, state.global_step or -1)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A resumed run reaches its sampler through two wrappers, and transformers looks through one only.
@@ -73,12 +68,13 @@ class UpdateCallback(TrainerCallback):
         refresh = self.trainer.refresh
         if refresh is not None and refresh.due(state.global_step):
             model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
-            self.trainer.update.about |= refresh.mine(model, state.global_step, state.is_world_process_zero)
+            about = refresh.mine(model, state.global_step, state.is_world_process_zero)
+            self.trainer.updates.present.about |= about
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, update, now = self.trainer, self.trainer.update, time.perf_counter()
+        trainer, update = self.trainer, self.trainer.updates.present
         losses = [x for x in trainer.bank_losses() if x.last]
-        pairs, seconds = update.pairs * trainer.args.world_size, now - update.started
+        pairs, seconds = update.pairs * trainer.args.world_size, time.perf_counter() - update.started
         record: dict[str, Any] = {
             "update": state.global_step,
             "epoch": round(float(state.epoch or 0), 6),
@@ -98,107 +94,70 @@ class UpdateCallback(TrainerCallback):
                 logger.warning(warning)
         self.last = record | update.about
         if state.is_world_process_zero:
-            append_line(Path(str(args.output_dir)) / TRAIN_LOG, self.last)
+            log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self.last)
         trainer.updates.begin()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" not in (logs or {}):
-            return
-        shown = {
-            key: value
-            for key, value in self.last.items()
-            if key in _SHOWN or (args.report_to and key.startswith(_TRACKED))
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        logs.update(shown)  # which the trackers and the terminal, called later, get as well
-        state.log_history[-1].update(shown)
+        if "loss" in (logs or {}):
+            shown = {key: value for key, value in self.last.items() if key.startswith(_LOGGED)}
+            logs.update(shown)  # which the trackers and the terminal, called later, get as well
+            state.log_history[-1].update(shown)
 
 
 class EvaluationCallback(EarlyStoppingCallback):
-    """Early stopping that outlives restarts, a line per evaluation, and an evaluation after the last update.
+    """Early stopping that outlives restarts, a line per evaluation, and an evaluation after the last update."""
 
-    Args:
-        trainer: whose arguments give patience (None: never stop) and threshold.
-        measured_by: what figures must have in common with those of a checkpoint, or the best so far means nothing.
-    """
-
-    def __init__(self, trainer: Any, measured_by: str) -> None:
-        super().__init__(trainer.args.early_stopping_patience or 0, trainer.args.early_stopping_threshold)
-        self.trainer, self.patience, self.measured_by = trainer, trainer.args.early_stopping_patience, measured_by
-        self._before: tuple[Any, float, float] = ((), 0.0, 0.0)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        kept = ("early_stopping_patience_counter", "measured_by")
-        return {"args": {}, "attributes": {name: getattr(self, name) for name in kept}}
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer.args.early_stopping_patience or sys.maxsize, trainer.args.early_stopping_threshold)
+        self.trainer = trainer
+        self._random: tuple[Any, ...] = ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        callbacks: Any = state.stateful_callbacks  # a dict by now
-        kept = callbacks.get(type(self).__name__, {}).get("attributes", {}) if state.global_step else {}
-        self.early_stopping_patience_counter = 0
-        if kept.get("measured_by") == self.measured_by:
-            self.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
-        elif state.best_metric is not None:
-            logger.warning(
-                f"the best so far ({state.best_metric:.4f} after update {state.best_global_step}) was measured by "
-                "another metric or on other data: the best is sought from here on"
-            )
-            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        callbacks[type(self).__name__] = self.state()
-        self._remember()
+        kept = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}) if state.global_step else {}
+        self.early_stopping_patience_counter = kept.get("early_stopping_patience_counter", 0)
+        state.stateful_callbacks[type(self).__name__] = self.state()
+        self._random = random_states()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.eval_strategy == IntervalStrategy.STEPS and state.global_step >= state.max_steps:
             control.should_evaluate = True
-        if control.should_evaluate:
-            self._remember()
+        self._random = random_states()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._remember()
+        self._random = random_states()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if not self.trainer.is_in_train:
             return
         if state.is_world_process_zero:
-            with contextlib.suppress(OSError):  # sentence-transformers makes it for evaluators that write
-                (Path(str(args.output_dir)) / "eval").rmdir()
-            append_line(Path(str(args.output_dir)) / EVAL_LOG, self._line(args, state, metrics or {}))
-        if self.patience is not None and state.global_step:
-            super().on_evaluate(args, state, control, metrics=metrics or {}, **kwargs)
-            if self.early_stopping_patience_counter >= self.patience and state.is_world_process_zero:
+            log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, self._line(args, state, metrics))
+        if args.early_stopping_patience is not None and state.global_step:
+            super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
+            if self.early_stopping_patience_counter >= self.early_stopping_patience and state.is_world_process_zero:
                 logger.warning(
-                    f"stopped early after update {state.global_step}: {self.patience} evaluations in a row without a "
-                    f"better {args.metric_for_best_model} than {state.best_metric:.4f}, that of update "
-                    f"{state.best_global_step}"
+                    f"stopped early after update {state.global_step}: no better {args.metric_for_best_model} than "
+                    f"{state.best_metric:.4f} of update {state.best_global_step}"
                 )
-        states, clock, started = self._before
-        set_random_states(states)
-        self.trainer.update.started = started + time.perf_counter() - clock
+        set_random_states(self._random)
+        self.trainer.updates.present.started = time.perf_counter()
         forget_peak_memory(args.device)
 
     def _line(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        # Where there is an evaluator alone, the speed of the loop over an eval_dataset is 0.
-        found = {key: x for key, x in metrics.items() if x or not key.startswith(("eval_samples_", "eval_steps_"))}
+        found = {key: x for key, x in metrics.items() if not key.startswith(("eval_samples_", "eval_steps_"))}
         value = metrics.get(f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}")
         if value is not None and state.global_step:
             best = state.best_metric
             found["best"] = best is None or bool(value > best if args.greater_is_better else value < best)
         return {"update": state.global_step, **found}
 
-    def _remember(self) -> None:
-        self._before = (random_states(), time.perf_counter(), self.trainer.update.started)
-
 
 class SignalCallback(TrainerCallback):
     """SIGTERM and SIGINT as requests: the update ends, a checkpoint is saved, and `SystemExit` is raised.
 
-    Its code is 128 and the signal's number, as shells have it: 143 after SIGTERM, 130 after SIGINT.
-
-    Handlers are in place within ``with``; a second signal does what it did before. In another thread than the main
-    one, which alone may set handlers, nothing is noted.
+    Its code is 128 and the signal's number: 143, 130. (transformers' own callback saves inside an update, whose pairs
+    are in the bank by then, and ends with code 0.) Handlers are in place within ``with``, in the main thread, which
+    alone may set them; a second signal does what it did before.
     """
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received = 0
@@ -207,7 +166,7 @@ class SignalCallback(TrainerCallback):
     def __enter__(self) -> SignalCallback:
         self.received = 0
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.numbers}
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,10 +181,9 @@ class SignalCallback(TrainerCallback):
         print(f"contaccum: {name}: saving a checkpoint after this update; a second ends at once", file=sys.stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if world_size() > 1:  # ranks must agree on where to stop
-            flags = torch.tensor([self.received == number for number in self.numbers], device=args.device).int()
-            found = sum_over_ranks(flags).tolist()
-            self.received = next((number for number, count in zip(self.numbers, found, strict=True) if count), 0)
+        self.received = -least_over_ranks(
+            -self.received, args.device
+        )  # ranks stop together, where one of them was asked to
         if self.received:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

@@ -17,18 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from contaccum.data import (
-    DATA_FORMATS,
-    TrainingSets,
-    load_training_sets,
-    parse_columns,
-    parse_training_sets,
-)
+from contaccum.data import DATA_FORMATS, TrainingSets, load_training_sets, parse_columns, parse_training_sets
 from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
 from contaccum.errors import ConfigError, check_choice, closest
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.training.arguments import ContAccumTrainingArguments, option
-from contaccum.training.rules import DATA_RULES, refuse
+from contaccum.training.arguments import ContAccumTrainingArguments, name_of, option, refuse, refuse_alone
 
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder
@@ -42,89 +35,42 @@ class ModelArguments:
 
     model: str = option("", "A folder or hub name: a SentenceTransformer, or a transformers backbone.")
     tied: bool = option(True, "One encoder for queries and passages, or two.")
-    pooling: str = option("cls", "For a backbone: cls, mean or lasttoken.", ("cls", "mean", "lasttoken"))
+    pooling: str = option("cls", "For a backbone.", ("cls", "mean", "lasttoken"))
     normalize: bool = option(False, "For a backbone: scale embeddings to length 1.")
     query_prompt: str | None = option(None, "Put before every query.")
     passage_prompt: str | None = option(None, "Put before every passage.")
-    query_max_length: int | None = option(None, "Tokens of a query. Default: 32 for a backbone, else the model's own.")
-    passage_max_length: int | None = option(
-        None, "Tokens of a passage. Default: 256 for a backbone, else the model's own."
-    )
-    dropout: float | None = option(
-        None,
-        "Dropout probability of every layer while training. Default: the model's own. 0 saves a third of a CPU's time, "
-        "where attention with dropout has no fast kernel.",
-    )
-    freeze_word_embeddings: bool = option(
-        False,
-        "Do not train the word embeddings: half of a small encoder's weights, and of the memory that their gradients "
-        "and optimizer states take.",
-    )
-    attn_implementation: str | None = option(
-        None, "eager, sdpa or another that transformers knows. On a CPU, short texts train faster with eager."
-    )
+    query_max_length: int | None = option(None, "Tokens of a query. Default: the model's own, 32 for a backbone.")
+    passage_max_length: int | None = option(None, "Tokens of a passage. Default: the model's own, 256 for a backbone.")
+    dropout: float | None = option(None, "Of every layer. Default: the model's own. 0 is faster on a CPU.")
+    freeze_word_embeddings: bool = option(False, "Do not train them: half of a small encoder's weights.")
+    attn_implementation: str | None = option(None, "eager, sdpa, ... On a CPU, eager is faster for short texts.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
 
 
 @dataclass
 class DataArguments:
-    """What to train it on, and what to evaluate on meanwhile."""
+    """What to train it on, and what to evaluate on meanwhile; docs/data.md has the formats."""
 
     train_data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "A folder (BEIR, MS MARCO, or saved by datasets), a file (DPR json, Tevatron or pair/triplet "
-            "jsonl, csv, tsv, MS MARCO triples, parquet; text may be .gz), or a Hugging Face dataset, NAME or "
-            "NAME:CONFIG. Or several of them, each a path or {path: ..., weight: ..., query_prompt: ..., ...}."
+            "help": "A folder, a file or a Hugging Face data set; or several, paths or {path: ..., weight: ...}."
         },
     )
-    data_format: str | None = option(
-        None, f"{', '.join(DATA_FORMATS)}. Default: detected from the content.", tuple(DATA_FORMATS)
-    )
-    data_columns: list[str] | None = option(  # noqa: RUF009  # a field, as those above
-        None,
-        "What the data calls its fields, where not by the usual names: query=question positive=answer "
-        "negatives=hard_neg title=heading, or some of them; in YAML also {query: question, positive: answer}. For "
-        "jsonl, csv, parquet and hub.",
-    )
-    split: str = option("train", "Of a BEIR or MS MARCO folder, or of a Hugging Face dataset.")
+    data_format: str | None = option(None, "Default: detected from the content.", tuple(DATA_FORMATS))
+    data_columns: list[str] | None = option(None, "The data's names of fields: query=question ...")  # noqa: RUF009
+    split: str = option("train", "Of a BEIR or MS MARCO folder, or of a Hugging Face data set.")
     num_hard_negatives: int = option(0, "Hard negatives per query to use.")
-    positives: str | None = option(
-        None,
-        "Of records with several positives: draw one in each epoch, take the first, or make a row of each (all). "
-        "Default: all for BEIR and MS MARCO, whose judgements are pairs, draw for others.",
-        tuple(POSITIVES_USED),
-    )
-    negatives_from: int | None = option(
-        None,
-        "Sample hard negatives, anew in each epoch, from the first so many of a record; of num_hard_negatives they are "
-        "always the first. Default: all; 30 of an MS MARCO folder.",
-    )
-    missing_negatives: str = option(
-        "fill",
-        "Records with fewer than num_hard_negatives: fill up with passages of other records, or drop them (as the "
-        "paper does).",
-        tuple(MISSING_NEGATIVES),
-    )
-    streaming: bool = option(
-        False,
-        "Read the files anew in each pass, and store nothing on disk: for data that is too large for the cache. Needs "
-        "max_steps.",
-    )
-    shuffle_buffer_size: int | None = option(
-        None, "With streaming: rows held, of which a random one comes next. Default 10,000."
-    )
-    on_bad_record: str = option("stop", "stop at a record that cannot be used, or skip and count it.", ("stop", "skip"))
-    eval_data: str | None = option(
-        None, "A BEIR folder, or the name of a public set, to evaluate on while training, as eval_strategy says."
-    )
+    positives: str | None = option(None, "Of several: draw one in each epoch, the first, or all.", POSITIVES_USED)
+    negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
+    missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
+    streaming: bool = option(False, "Read the files anew in each pass, and store nothing. Needs max_steps.")
+    shuffle_buffer_size: int | None = option(None, "Rows of a stream of which a random one is next. Default 10,000.")
+    on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
+    eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
     eval_split: str = option("dev", "Of eval_data: which judgements.")
     eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
-    eval_corpus_size: int | None = option(
-        None,
-        "Search among so many of its documents, the same each time, every relevant one among them: faster, and figures "
-        "are higher than on all. Default: all.",
-    )
+    eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
 
     @property
     def sets(self) -> list[Any]:
@@ -147,8 +93,7 @@ class _Parser(HfArgumentParser):
 def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
     """``[CONFIG.yaml ...] [--key value ...]`` to arguments; later files and the command line override.
 
-    Raises:
-        ConfigError: for a file that cannot be read, an unknown key, or values that cannot work.
+    Raises `ConfigError` for a file that cannot be read, an unknown key, or values that cannot work.
     """
     parser = _Parser(
         [ModelArguments, DataArguments, ContAccumTrainingArguments],  # type: ignore[list-item]  # its own type variable
@@ -158,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     )
     for action in parser._actions:  # argparse shows them nowhere else
         if action.dest == "per_device_train_batch_size":
-            action.type = _size_or_auto
+            action.type = lambda value: "auto" if value.lower() == "auto" else int(value)
     known = {action.dest for action in parser._actions}
     rest, options = list(argv), []
     while rest and not rest[0].startswith("-"):
@@ -170,7 +115,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     except (ValueError, ImportError) as error:  # what transformers refuses, in its words
         raise ConfigError(str(error)) from error
     if unknown:
-        raise unknown_key(unknown[0].lstrip("-").split("=")[0], known, "on the command line")
+        key = unknown[0].lstrip("-").split("=")[0]
+        raise ConfigError(f"unknown key {key!r} on the command line{closest(key, known)}")
     model, data, args = parsed
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
@@ -182,25 +128,40 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
 
 
 def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
-    """Refuse whatever can be known to be wrong before anything is loaded."""
+    """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
     sets = data.sets  # checks them, and what all have in common
     weights = {one.name: one.weight for one in sets if one.weight is not None}
-    if weights and (args.sampling_weights or args.set_sampler not in ("proportional", "weights")):
-        raise ConfigError(
-            f"a weight in train_data ({', '.join(weights)}) with sampling_weights={args.sampling_weights} and "
-            f"multi_dataset_batch_sampler={args.set_sampler}: say once how sets are sampled"
-        )
+    refreshes, planned = args.refresh_negatives_every is not None, name_of(args.batch_sampler) != "batch_sampler"
+    conflicts = args.finds_micro_batch or args.dataloader_num_workers or planned
+    evaluates = name_of(args.eval_strategy) != "no"
+    refuse(
+        {
+            "a weight in train_data with sampling_weights or multi_dataset_batch_sampler: give one of them": (
+                weights and (args.sampling_weights or args.set_sampler not in ("proportional", "weights"))
+            ),
+            "refresh_negatives_every with num_hard_negatives=0: set it": refreshes and not data.num_hard_negatives,
+            "refresh_negatives_every with streaming=true or several sets in train_data: it mines in one set": (
+                refreshes and (data.streaming or not data.is_one_path)
+            ),
+            "streaming=true without max_steps: a stream has no end by which to count epochs": (
+                data.streaming and args.max_steps <= 0
+            ),
+            "streaming=true with batch_sampler, dataloader_num_workers or per_device_train_batch_size=auto": (
+                data.streaming and conflicts
+            ),
+            f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
+                (data.eval_data is not None) != evaluates
+            ),
+        }
+    )
+    refuse_alone(data, {"shuffle_buffer_size": "streaming"})
+    refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if weights:
         args.sampling_weights, args.set_sampler, args.multi_dataset_batch_sampler = weights, "weights", "weights"
-    refuse(DATA_RULES, d=data, a=args)
     for name in args.sampling_weights or ():
         check_choice("sampling_weights: a training set", name, [one.name for one in sets])
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
         args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
-
-
-def _size_or_auto(value: str) -> int | str:
-    return "auto" if value.lower() == "auto" else int(value)
 
 
 def as_options(name: str, known: Collection[str]) -> list[str]:
@@ -209,34 +170,27 @@ def as_options(name: str, known: Collection[str]) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"{name}: no such config file")
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not UTF-8 text") from error
-    if not isinstance(content or {}, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{name}: a config is `key: value` lines, got a {type(content).__name__}")
     options: list[str] = []
-    for key, value in (content or {}).items():
+    for key, value in content.items():
         if key not in known:
-            raise unknown_key(str(key), known, f"in {name}")
-        if value is None:
-            continue
+            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, known)}")
         if isinstance(value, list):
-            options += [f"--{key}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)]
-        elif isinstance(value, dict):
-            options += [f"--{key}", json.dumps(value)]
-        else:
-            # One token with "=", so that a value may start with a dash.
-            options.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
+            options += [f"--{key}", *map(_as_text, value)]
+        elif value is not None:
+            options.append(f"--{key}={_as_text(value)}")  # one token, so that a value may start with a dash
     return options
 
 
-def unknown_key(key: str, known: Collection[str], where: str) -> ConfigError:
-    """The error for a key that there is not, naming the closest."""
-    return ConfigError(f"unknown key {key!r} {where}{closest(key, known)}")
+def _as_text(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    return text.lower() if isinstance(value, bool) else text
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -260,21 +214,15 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
         return None
     from contaccum.mining import load_mining_data
 
-    return load_mining_data(
-        data.train_data[0],
-        args.refresh_corpus,
-        data_format=data.data_format,
-        split=data.split,
-        on_bad_record=data.on_bad_record,  # type: ignore[arg-type]  # one of the choices
-        columns=parse_columns(data.data_columns),
-    )
+    names = ("data_format", "split", "on_bad_record")
+    how = {name: getattr(data, name) for name in names} | {"columns": parse_columns(data.data_columns)}
+    return load_mining_data(data.train_data[0], args.refresh_corpus, **how)
 
 
 def take_prompts(args: ContAccumTrainingArguments, data: Any, model: DualEncoder) -> None:
     """Prompts that training sets have of their own, for the trainer; others are the model's."""
     prompts = data.prompts(model.prompts)
-    if prompts is not None and args.prompts is not None:
-        raise ConfigError("prompts with a query_prompt or passage_prompt in train_data: say it once")
+    refuse({"prompts with a query_prompt or passage_prompt in train_data: say it once": prompts and args.prompts})
     args.prompts = args.prompts if prompts is None else prompts
 
 
@@ -302,20 +250,14 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
-    """The encoder to train: a saved SentenceTransformer as it is, or a transformers backbone with pooling.
-
-    Raises:
-        UserError: when it cannot be loaded.
-        ConfigError: for settings that do not apply to it.
-    """
+    """The encoder to train: a SentenceTransformer as it is, or a backbone with pooling; raises `UserError`."""
     from contaccum.encoders import DualEncoder, freeze_word_embeddings, set_attention, set_dropout
 
     if _is_sentence_transformer(arguments.model):
         model = _load_sentence_transformer(arguments, device)
     else:
-        given = asdict(arguments)
-        for name in ("model", "dropout", "freeze_word_embeddings", "attn_implementation"):
-            del given[name]
+        elsewhere = ("model", "dropout", "freeze_word_embeddings", "attn_implementation")
+        given = {name: value for name, value in asdict(arguments).items() if name not in elsewhere}
         model = DualEncoder.from_backbone(arguments.model, device=device, **given)
     if arguments.dropout is not None:
         set_dropout(model, arguments.dropout)
@@ -331,12 +273,6 @@ def _load_sentence_transformer(arguments: ModelArguments, device: str | None) ->
 
     from contaccum.encoders import DualEncoder, is_tied, set_max_lengths
 
-    for name in ("pooling", "normalize"):
-        if getattr(arguments, name) != getattr(ModelArguments(), name):
-            raise ConfigError(
-                f"{name}={getattr(arguments, name)} with model={arguments.model}: that folder is a SentenceTransformer "
-                f"with {name} of its own. Drop {name}, or pass a bare backbone"
-            )
     model = DualEncoder.from_pretrained(arguments.model, device=device, trust_remote_code=arguments.trust_remote_code)
     if not arguments.tied and is_tied(model):
         modules = list(model.children())

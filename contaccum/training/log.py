@@ -23,11 +23,7 @@ _PATIENCE = 3  # updates in a row before a collapse is warned of
 
 
 def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[dict[str, Any]]:
-    """The records of a ``train_log.jsonl``, one per update; the first ``lines`` of them, or all.
-
-    Raises:
-        DataError: naming the line that is not a record.
-    """
+    """The records of a log, one per update, or its first ``lines``; raises `DataError` naming what is no record."""
     records = []
     try:
         texts = Path(path).read_text(encoding="utf-8").splitlines()[:lines]
@@ -68,10 +64,8 @@ def run_record(trainer: Any) -> dict[str, Any]:
     args, evaluator = trainer.args, trainer.evaluator
     data: dict[str, Any] = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset)}
     if trainer.set_shares:
-        data["sets"] = [
-            {"name": name, **trainer.data_sets.get(name, {}), **about} for name, about in trainer.set_shares.items()
-        ]
-    evaluation = {"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}
+        shares = trainer.set_shares.items()
+        data["sets"] = [{"name": name, **trainer.data_sets.get(name, {}), **about} for name, about in shares]
     return {
         "method": args.method,
         "seed": args.seed,
@@ -82,7 +76,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
             "base": getattr(trainer.model.model_card_data, "base_model", None),
             "parameters": sum(p.numel() for p in trainer.model.parameters()),
         },
-        **evaluation,
+        **({"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}),
         "arguments": trainer.given_arguments,
         "versions": package_versions(),
         "git_commit": git_commit(),
@@ -96,58 +90,29 @@ def rows_of(dataset: Any) -> int | None:
 
 
 def describe_run(trainer: Any) -> str:
-    """What is about to happen, one fact a line, for the start of a run."""
-    args, h = trainer.args, trainer.hard_negatives
-    columns = args.per_device_train_batch_size * (1 + h) * (args.world_size if args.gathers else 1)
-    bank = (args.bank_size or 0) if args.keeps_bank else 0
-    negatives = columns - 1 + bank * (1 + (h if args.bank_hard_negatives else 0))
-    pairs: Any = args.total_train_batch_size
-    facts: dict[str, Any] = {
-        "method": args.method,
-        "pairs per micro-batch": args.pairs_per_micro_batch,
-        "micro-batches (K)": pairs // args.world_size // args.pairs_per_micro_batch,
-        "batches": "no duplicates" if args.avoids_duplicates else None,
-        "devices": args.world_size,
-        "pairs per update": pairs,
-        "bank rows": f"{bank:,} passages, {0 if args.query_bank_size == 0 else bank:,} queries" if bank else "none",
-        "oldest bank entry": None,
-        "negatives per query": f"{negatives:,}" + (" once the bank is full" if bank else ""),
-        "updates": f"{trainer.state.max_steps:,}",
-        "learning rate": f"{args.learning_rate:g}",
-    }
-    if bank:
-        shared = args.world_size if args.gathers else 1
-        facts["oldest bank entry"] = f"{bank / (pairs / args.world_size * shared):.1f} updates old"
-    if trainer.set_shares:
-        how = args.set_sampler or "a sampler of your own"
-        how += f" {args.sampling_temperature:g}" if how == "temperature" else ""
-        facts["training sets"] = f"{len(trainer.set_shares)}, sampled by {how}"
-    lines = [f"{name:<21} {value}" for name, value in facts.items() if value is not None]
-    for name, about in trainer.set_shares.items():
-        share = f", {100 * about['share']:.4g} % of micro-batches" if "share" in about else ""
-        lines.append(f"  {name:<20}{about['rows']:,} rows{share}")
-    return "\n".join(lines)
+    """What is about to happen, in a line."""
+    args, n, pairs = trainer.args, trainer.args.pairs_per_micro_batch, trainer.args.total_train_batch_size
+    bank = f", a bank of {args.bank_size:,}" if args.keeps_bank else ""
+    return (
+        f"{args.method}: {trainer.state.max_steps:,} updates of {pairs} pairs, in {pairs // (args.world_size * n)} "
+        f"micro-batches of {n} on {args.world_size} device(s){bank}"
+    )
 
 
 class CollapseWatch:
-    """Looks at the record of each update, and warns once of each way to collapse, with the settings to change.
-
-    - the loss of local rows is back at the logarithm of the number of columns (a guess) after it was well below;
-    - embeddings no longer differ: their spread is near zero;
-    - the bank is out of reach: its columns from earlier updates get almost none of the softmax that columns of the
-      present encoder get, so that "new or old" is all the loss still asks.
+    """Warns once of each way to collapse: the loss of local rows is back at the logarithm of the number of columns (a
+    guess) after it was well below; embeddings no longer differ; or the bank's columns from earlier updates get almost
+    none of the softmax that columns of the present encoder get, so that "new or old" is all the loss still asks.
     """
 
     def __init__(self) -> None:
         self._lowest = math.inf  # loss, as a share of the logarithm of the columns
         self._streak: dict[str, int] = {}
-        self._warned: set[str] = set()
 
     def observe(self, record: Mapping[str, Any]) -> list[str]:
         """Warnings that the update's ``record`` (a line of the log) gives rise to: one line each, usually none.
 
-        Keys looked at, where present: ``update``, ``loss``, ``columns``, ``embedding_spread``, ``bank_mass_aged``,
-        ``bank_age``.
+        Keys looked at, where present: ``update``, ``loss``, ``columns``, ``embedding_spread``, ``bank_mass_aged``.
         """
         found = {}
         columns, loss = record.get("columns", 0), record.get("loss")
@@ -160,15 +125,10 @@ class CollapseWatch:
         if spread is not None and spread < 1e-3:
             found["spread"] = f"all passages of a micro-batch have nearly the same embedding (spread {spread:.1e})"
         if aged is not None and aged < 0.02:
-            found["bank"] = (
-                f"bank entries of earlier updates get {aged:.1%} of the softmax that a fresh negative gets: new and "
-                "old embeddings have drifted apart"
-            )
-        self._streak = {kind: self._streak.get(kind, 0) + 1 for kind in found}
-        due = [kind for kind, streak in self._streak.items() if streak >= _PATIENCE and kind not in self._warned]
-        self._warned.update(due)
-        mend = (
-            f"Lower learning_rate, or set a smaller bank_size (the oldest entry is {record.get('bank_age', 'unknown')} "
-            "updates old); keep drift_compensation=auto."
-        )
+            found["bank"] = f"the bank's entries of earlier updates get {aged:.1%} of what a fresh negative gets"
+        # One that was warned of stays at its streak, and is never due again.
+        warned = {kind: streak for kind, streak in self._streak.items() if streak >= _PATIENCE}
+        self._streak = {kind: self._streak.get(kind, 0) + 1 for kind in found} | warned
+        due = [kind for kind, streak in self._streak.items() if streak == _PATIENCE and kind not in warned]
+        mend = "Lower learning_rate, or set a smaller bank_size; keep drift_compensation=auto."
         return [f"update {record.get('update')}: collapse: {found[kind]}. {mend}" for kind in due]

@@ -7,7 +7,6 @@ what a loader has read ahead is older than the last refresh. Nothing here knows 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,20 +30,8 @@ class NegativeRefresh:
     """The mined negatives of every query, and the texts that a batch takes of them.
 
     A row takes h of its query's mined negatives, sampled by (seed, epoch, row, update of the refresh) alone, and other
-    passages of the pool, no positives of the query, where there are fewer.
-
-    Args:
-        args: ``refresh_negatives_every``, ``refresh_pool`` and others that begin so; sizes and precision of encoding.
-        dataset: N rows that know their number.
-        data: what is mined in; None: the rows, in which case negatives are other rows' positives.
-
-    Attributes:
-        columns: those that negatives go into.
-        at: the update before which the negatives in use were mined; None: those of the data are in use.
-        rows: (Q, refresh_pool) int32, rows of ``data.documents``, best first, -1 where there are fewer.
-
-    Raises:
-        ConfigError: rows whose query is not in ``data``.
+    passages of the pool, no positives of the query, where there are fewer. Rows know their number. Without ``data``,
+    negatives are other rows' positives; with it, `ConfigError` for rows whose query is not there.
     """
 
     def __init__(self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None) -> None:
@@ -55,9 +42,15 @@ class NegativeRefresh:
         self.args, self.columns = args, [name for name in dataset.column_names if name.startswith("negative_")]
         self.data = load_mining_data(_records(dataset, self.sampling)) if data is None else data
         batches = list(first_texts(dataset))
-        self._query_of = _find_queries([query for batch in batches for query in batch["query"]], self.data)
+        place: dict[Any, int] = {text: number for number, text in enumerate(self.data.queries)}
+        found = [place.get(query, -1) for batch in batches for query in batch["query"]]
+        if -1 in found:
+            lost = f"row {found.index(-1)} of the training data, and {found.count(-1) - 1:,} others, have a query"
+            raise ConfigError(f"{lost} that the data to mine in lack: load both from the same source")
+        self._query_of = np.array(found, dtype=np.int32)
         self._none_given = not any(text for batch in batches for name in self.columns for text in batch[name])
-        self.at: int | None = None
+        self.at: int | None = None  # the update before which those in use were mined; None: the data's are in use
+        # Of data.documents, best first, -1 where there are fewer.
         self.rows = np.full((len(self.data.queries), args.refresh_pool), -1, dtype=np.int32)
 
     def due(self, update: int) -> bool:
@@ -65,17 +58,12 @@ class NegativeRefresh:
         every: Any = self.args.refresh_negatives_every
         return self.at != update and (self._none_given if update == 0 else update % every == 0)
 
-    def mine(self, model: Any, update: int, first_rank: bool = True) -> dict[str, float]:
-        """Mine with ``model`` as it is. Rank 0 does, and every rank gets the same.
-
-        Returns:
-            for the log: seconds, mean scores of positives and of negatives, and the share of negatives that were among
-            the query's before.
-        """
+    def mine(self, model: Any, update: int, first_rank: bool) -> dict[str, float]:
+        """Mine with ``model`` as it is: rank 0 does, and every rank gets the same. Returns what is logged."""
         from contaccum.mining import mine_hard_negatives
 
         started, args = time.perf_counter(), self.args
-        rows, record = torch.from_numpy(self.rows.copy()), torch.zeros(3, dtype=torch.float64)
+        found = self.rows
         if first_rank:
             mined = mine_hard_negatives(
                 self.data,
@@ -88,27 +76,16 @@ class NegativeRefresh:
                 show_progress=False,
             )
             found = mined.rows.astype(np.int32)
-            again = (found[:, :, None] == self.rows[:, None, :]).any(-1) & (found >= 0)
-            about = mined.record()
-            scores = [about["mean_positive_score"], about["mean_negative_score"], again.sum() / (found >= 0).sum()]
-            rows, record = torch.from_numpy(found), torch.tensor(scores, dtype=torch.float64)
-        rows, record = (from_first_rank(x) for x in (rows, record))
-        self.rows, self.at = rows.numpy(), update
-        names = ("mined_positive_score", "mined_negative_score", "mined_as_before")
-        values = dict(zip(names, record.tolist(), strict=True))
-        return {"mined_at": update, "mining_seconds": time.perf_counter() - started, **values}
+        self.rows, self.at = from_first_rank(torch.from_numpy(found.copy())).numpy(), update
+        return {"mined_at": update, "mining_seconds": time.perf_counter() - started}
 
     def renew(
         self, inputs: Mapping[str, Any], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> dict[str, Any]:
         """A collated batch with its rows' mined negatives in the place of those that it was read with.
 
-        Args:
-            inputs: with row numbers, int64 (n,), or (n, 3+h) before ids of queries, positives and negatives.
-            collate: the trainer's collator.
-
-        Returns:
-            the batch without row numbers; the ids, where there were any, are those of the new negatives.
+        Its "label" holds row numbers, int64 (n,), or (n, 3+h) before ids of queries, positives and negatives; what
+        comes back holds no numbers, and the ids of the new negatives.
         """
         inputs = dict(inputs)
         labels = inputs.pop("label")
@@ -129,11 +106,9 @@ class NegativeRefresh:
         return {"rows": torch.from_numpy(self.rows), "at": torch.tensor(-1 if self.at is None else self.at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from :meth:`state_dict`; raises `UserError` where there is none, or other data were mined in."""
-        if not state:
-            raise UserError("the checkpoint was written without refresh_negatives_every: resume it without")
+        """Go on from :meth:`state_dict`; raises `UserError` where other data were mined in."""
         if state["rows"].shape != self.rows.shape or int(state["rows"].max()) >= self.data.pool_size:
-            raise UserError("the checkpoint's negatives were mined in other data: resume with those, and refresh_pool")
+            raise UserError("the checkpoint's negatives were mined in other data: resume with those")
         self.rows, at = state["rows"].numpy(), int(state["at"])
         self.at = None if at < 0 else at
 
@@ -145,19 +120,12 @@ class NegativeRefresh:
         mined = self.rows[query][self.rows[query] >= 0]
         chosen = mined[rng.permutation(len(mined))[:h]].tolist()
         forbidden = {*self.data.excluded[query], *chosen}
-        for _ in range(_TRIES):
-            if len(chosen) == h:
-                break
-            row = int(rng.integers(self.data.pool_size))
-            if row not in forbidden:
+        for row in rng.integers(self.data.pool_size, size=_TRIES).tolist() if len(chosen) < h else ():
+            if len(chosen) < h and row not in forbidden:
                 forbidden.add(row)
                 chosen.append(row)
         if not chosen:
-            raise ConfigError(
-                f"refresh_negatives_every={self.args.refresh_negatives_every}: the query "
-                f"{self.data.queries[query][:60]!r} has no passage that could be its negative. Give a larger "
-                "refresh_corpus, or train without negatives"
-            )
+            raise ConfigError(f"the query {self.data.queries[query][:60]!r} has no passage that could be its negative")
         # In a tiny pool there may be too few: then one is there twice.
         return [self.data.documents[chosen[i % len(chosen)]].passage for i in range(h)]
 
@@ -165,22 +133,14 @@ class NegativeRefresh:
 def with_refresh(
     args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None
 ) -> tuple[Any, NegativeRefresh | None]:
-    """Training data whose rows know their number, and their refresh; as it is, and None, without any.
-
-    Raises:
-        ConfigError: several data sets, a stream, or data without columns of negatives.
-    """
+    """Training data whose rows know their number, and their refresh; as it is, and None, without any."""
     if args.refresh_negatives_every is None:
-        if data is not None:
-            raise ConfigError("mining_data without refresh_negatives_every: nothing is mined. Set it, or drop the data")
         return dataset, None
     names = list(getattr(dataset, "column_names", None) or [])
-    fits = names[:2] == ["query", "positive"] and any(re.fullmatch("negative_[0-9]+", name) for name in names)
-    if not fits or not hasattr(dataset, "__len__"):
+    if names[:2] != ["query", "positive"] or "negative_1" not in names or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            "refresh_negatives_every needs one data set, neither a stream nor several by name, with the columns query, "
-            f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}. Set "
-            "num_hard_negatives, or drop refresh_negatives_every"
+            "refresh_negatives_every needs one data set, neither a stream nor several, with the columns query, "
+            f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}"
         )
     dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
     return dataset, NegativeRefresh(args, dataset, data)
@@ -191,15 +151,3 @@ def _records(dataset: Any, sampling: EpochSampling) -> Iterator[dict[str, Any]]:
     rows = (row for batch in first_texts(dataset) for row in zip(batch["query"], batch["positive"], strict=True))
     for number, (query, positive) in enumerate(rows):
         yield {"query": query, "positive": [positive, *sampling.further_positives(number)]}
-
-
-def _find_queries(texts: list[Any], data: MiningData) -> np.ndarray:
-    """For each row, by its query, the number of the query in ``data``: int32 (N,)."""
-    place = {text: number for number, text in enumerate(data.queries)}
-    lost = [number for number, text in enumerate(texts) if text not in place]
-    if lost:
-        raise ConfigError(
-            f"row {lost[0]} of the training data has a query that the data to mine in lack (and so have "
-            f"{len(lost) - 1:,} others): load both from the same source"
-        )
-    return np.array([place[text] for text in texts], dtype=np.int32)

@@ -1,94 +1,105 @@
-"""The update under way: its micro-steps, in parts once memory has run out, and left out whole when it is not finite.
+"""The update under way: in smaller parts once memory has run out, and left out whole when it is not finite.
 
 Pairs per update never change, and no pair is left out. Nothing here knows what the loss is; what a micro-step does is
-the trainer's affair.
+the trainer's affair. Also how much memory is used, and the largest micro-batch that there is room for.
 """
 
 from __future__ import annotations
 
 import copy
+import heapq
 import logging
 import math
+import random
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
-from accelerate.utils.memory import clear_device_cache
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
+from contaccum.data.sampling import first_texts
 from contaccum.distributed import world_size
 from contaccum.errors import UserError
 from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
-from contaccum.training.memory import (
-    WHAT_ELSE,
-    is_out_of_memory,
-    kept_random_states,
-    largest_that_fits,
-    longest_rows,
-    split_rows,
-)
 
 logger = logging.getLogger(__name__)
+
+WHAT_ELSE = (
+    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or take a smaller model"
+)
 
 
 @dataclass
 class Update:
-    """What is known of the update under way.
-
-    Attributes:
-        started: on the clock of ``time.perf_counter``.
-        inputs: its micro-batches so far.
-        losses: () of each micro-step, its share of the update's mean.
-        bad: the micro-batch of each micro-step, and whether its loss was not finite, () bool.
-        computed: the loss of the present micro-step is known, and in the bank; a gradient may have begun.
-        norms, learning_rate, about: what its line in the log says beside.
-    """
+    """What is known of the update under way: its micro-batches, and for the log what its micro-steps came to."""
 
     started: float = field(default_factory=lambda: time.perf_counter())
     inputs: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    bad: list[tuple[int, Tensor]] = field(default_factory=list)
-    pairs: int = 0
-    computed: bool = False
+    losses: list[Tensor] = field(default_factory=list)  # () of each micro-step, its share of the update's mean
+    places: list[int] = field(default_factory=list)  # the micro-batch of each micro-step
     norms: dict[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # what else its line in the log says
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of its micro-batches so far, on this rank."""
+        return sum(map(_rows, self.inputs))
 
 
 class Updates:
-    """The updates of a run, one at a time.
-
-    Attributes:
-        present: the one under way.
-        rows_fit: rows of a micro-step, once memory has run out at more; None: it has not.
-        skipped: updates left out so far because they were not finite.
-    """
+    """The updates of a run; ``present`` is the one under way."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.rows_fit: int | None = None
-        self.skipped = 0
+        self.caches = isinstance(trainer.loss, CachedMultipleNegativesRankingLoss)
+        self.rows_fit: int | None = None  # of a micro-step, once memory has run out at more
+        self.skipped = 0  # as they were not finite
         self._tower_norms: TowerGradNorms | None = None
         self.begin()
-        losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
-        for loss in losses:
-            loss.register_forward_hook(self._after_loss)
+        for loss in trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]:
+            loss.register_forward_hook(_spoil_if_not_finite)
 
     def begin(self) -> None:
         """Another one, of which nothing is known yet."""
         self.present = Update()
 
     def step(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Forward and backward of a micro-batch; returns its share of the update's loss."""
-        update, trainer = self.present, self.trainer
-        self._tower_norms = self._tower_norms or self._watch(model)
+        """Forward and backward of a micro-batch; returns its share of the update's loss.
+
+        When memory runs out, micro-batches are halved from there on, and the gradient of the update begins again with
+        all of its pairs: none is left out, and what was in the bank by then is there twice. Raises `UserError` when no
+        smaller micro-batch helps, or several ranks would have to agree on one.
+        """
+        update, trainer, first = self.present, self.trainer, len(self.present.inputs)
         update.inputs.append(inputs)
-        update.pairs += next(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.ndim)
-        loss = self._in_parts(model, [len(update.inputs) - 1])
+        while True:
+            if self._tower_norms is None:
+                whole = trainer.accelerator.unwrap_model(model)
+                self._tower_norms = TowerGradNorms(whole, trainer.balancer)
+            try:
+                loss = self._micro_steps(model, first)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                what = " ".join(str(error).split())[:160]
+            # Outside of the handler: what it caught holds on to the activations.
+            clear_device_cache(garbage_collection=True)
+            self._halve(what)
+            model.zero_grad()
+            self._tower_norms.close()
+            self._tower_norms, update.losses, update.places, first = None, [], [], 0
         if trainer.accelerator.sync_gradients:  # the gradient is complete, and neither clipped nor unscaled yet
             update.norms = self._tower_norms.read(self.scale)
             update.learning_rate = trainer.optimizer.param_groups[0]["lr"]
@@ -100,141 +111,111 @@ class Updates:
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         return 1.0 if scaler is None else scaler.get_scale()
 
-    @property
-    def least_rows(self) -> int:
-        """The smallest micro-batch: 1 where a query alone has negatives, of a bank, of a cache, or hard ones."""
-        trainer = self.trainer
-        alone = (
-            trainer.hard_negatives or trainer.args.method == "grad_cache" or any(True for _ in trainer.bank_losses())
-        )
-        return 1 if alone else 2
-
-    def _watch(self, model: nn.Module) -> TowerGradNorms:
-        return TowerGradNorms(self.trainer.accelerator.unwrap_model(model), self.trainer.balancer)
+    def _micro_steps(self, model: nn.Module, first: int) -> Tensor:
+        """Micro-steps of the micro-batches from ``first`` on; the loss of the last one."""
+        update = self.present
+        loss = torch.zeros((), device=self.trainer.args.device)
+        for index in range(first, len(update.inputs)):
+            inputs, is_last = update.inputs[index], index == len(update.inputs) - 1
+            parts = split_rows(inputs, None if self.caches else self.rows_fit)
+            for number, (part, share) in enumerate(parts, start=1):
+                step = self.trainer.micro_step(model, part, share, last=is_last and number == len(parts))
+                update.losses.append(step)
+                update.places.append(index)
+                loss = loss + step if is_last else loss
+        return loss
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
-    def find_micro_batch(self) -> None:
-        """Take the largest micro-batch that every rank has room for; weights, bank and random numbers stay."""
-        trainer, args = self.trainer, self.trainer.args
-        cached = isinstance(trainer.loss, CachedMultipleNegativesRankingLoss)
-        rows = longest_rows(trainer.train_dataset, args.per_device_train_batch_size * args.gradient_accumulation_steps)
-
-        def attempt(n: int) -> None:
-            """Forward and backward of ``n`` of the longest rows, with a bank of its own and room for the optimizer."""
-            loss: Any = copy.deepcopy(trainer.loss, {id(trainer.model): trainer.model})
-            for one in loss.modules():
-                if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
-                    one.settings = {**one.settings, "gather_across_devices": False}
-            if cached:
-                loss.mini_batch_size = n
-            states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
-            try:
-                for _ in range(2):  # the second has gradients and a bank beside it
-                    inputs = trainer._prepare_inputs(trainer.data_collator(rows if cached else rows[:n]))
-                    with trainer.accelerator.autocast():
-                        value = loss(*trainer.collect_features(inputs))
-                    value.backward()
-            finally:
-                del states
-                trainer.model.zero_grad()
-
-        with kept_random_states():
-            found = torch.tensor(largest_that_fits(args, self.least_rows, attempt), device=args.device)
+    def _halve(self, what: str) -> None:
+        args = self.trainer.args
+        rows = min(self.rows_fit or args.pairs_per_micro_batch, max(map(_rows, self.present.inputs)))
         if world_size() > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        self.take_micro_batch(int(found))
-
-    def take_micro_batch(self, n: int) -> None:
-        """From now on micro-batches of ``n`` pairs."""
-        self.trainer.args.take_micro_batch(n)
-        if isinstance(self.trainer.loss, CachedMultipleNegativesRankingLoss):
-            self.trainer.loss.mini_batch_size = n
-
-    def _in_parts(self, model: nn.Module, batches: list[int]) -> Tensor:
-        """Micro-steps of some of the update's micro-batches; the loss of the last one.
-
-        Where memory runs out, parts are halved, and so are all that follow. If a gradient may have begun, that of the
-        update begins again: nothing is left out of it, and what was in the bank by then is there twice.
-        """
-        update = self.present
-        todo = [(index, *part) for index in batches for part in self._split(update.inputs[index])]
-        loss = torch.zeros((), device=self.trainer.args.device)
-        while todo:
-            index, part, share = todo[0]
-            update.computed = False
-            try:
-                step = self.trainer.micro_step(model, dict(part), share, last=len(todo) == 1)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                what = " ".join(str(error).split())[:160]
-            else:
-                update.losses.append(step)
-                update.bad.append((index, ~torch.isfinite(step)))
-                loss = loss + step if index == len(update.inputs) - 1 else loss
-                todo.pop(0)
-                continue
-            # Outside of the handler: what it caught holds on to the activations.
-            clear_device_cache(garbage_collection=True)
-            self._halve(part, what)
-            if update.computed:
-                model.zero_grad()
-                if self._tower_norms is not None:
-                    self._tower_norms.close()
-                self._tower_norms = self._watch(model)
-                update.losses, update.bad = [], []
-                return self._in_parts(model, list(range(len(update.inputs))))
-            todo = [(i, smaller, outer * inner) for i, one, outer in todo for smaller, inner in self._split(one)]
-        return loss
-
-    def _split(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
-        if self.rows_fit is None or isinstance(self.trainer.loss, CachedMultipleNegativesRankingLoss):
-            return [(inputs, 1.0)]
-        return split_rows(inputs, self.rows_fit)
-
-    def _halve(self, part: dict[str, Any], what: str) -> None:
-        loss, args = self.trainer.loss, self.trainer.args
-        cached = isinstance(loss, CachedMultipleNegativesRankingLoss)
-        rows = loss.mini_batch_size if cached else next(len(x) for x in part.values() if isinstance(x, Tensor))
-        if world_size() > 1:
-            raise UserError(
-                f"out of memory on rank {args.process_index} ({what}): ranks meet in every update, so that one alone "
-                "cannot take smaller micro-steps. Lower per_device_train_batch_size and raise "
-                "gradient_accumulation_steps by as much, and resume from `last`"
-            )
-        if rows <= self.least_rows:
+            mend = "lower per_device_train_batch_size, raise gradient_accumulation_steps, and resume from `last`"
+            raise UserError(f"out of memory on rank {args.process_index} ({what}), which cannot split alone: {mend}")
+        if rows <= self._least_rows:
             raise UserError(f"out of memory at a micro-batch of {rows} ({what}): {WHAT_ELSE}")
-        self.rows_fit = max(rows // 2, self.least_rows)
-        if cached:
-            loss.mini_batch_size = self.rows_fit
+        self.rows_fit = max(rows // 2, self._least_rows)
+        if self.caches:
+            self.trainer.loss.mini_batch_size = self.rows_fit
         logger.warning(
             f"update {self.trainer.state.global_step + 1}: out of memory at a micro-batch of {rows} ({what}); from "
             f"here on it is {self.rows_fit}, in as many more micro-steps: pairs per update stay"
         )
 
+    @property
+    def _least_rows(self) -> int:
+        """The smallest micro-batch: 1 where a query alone has negatives, of a bank, of a cache, or hard ones."""
+        trainer = self.trainer
+        alone = trainer.hard_negatives or trainer.args.method == "grad_cache" or list(trainer.bank_losses())
+        return 1 if alone else 2
+
+    def find_micro_batch(self) -> None:
+        """Take the largest micro-batch that every rank has room for; weights, bank and random numbers stay.
+
+        Divisors of an update's pairs are tried from the smallest on, with the longest texts. A host, whose system ends
+        processes rather than refuse memory, is not asked for a size that would take more than it has free.
+        """
+        args, states, found, grown = self.trainer.args, random_states(), 0, 0.0
+        local = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        rows = longest_rows(self.trainer.train_dataset, local)
+        for n in [n for n in range(self._least_rows, local + 1) if local % n == 0]:
+            if found and args.device.type == "cpu" and grown * n / found > _room_on_host():
+                break
+            forget_peak_memory(args.device)
+            before = peak_memory_mb(args.device)
+            try:
+                self._try(rows, n)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                break
+            grown, found = peak_memory_mb(args.device) - before, n
+        clear_device_cache(garbage_collection=True)
+        set_random_states(states)
+        found = least_over_ranks(found, args.device)
+        if not found:
+            raise UserError(f"out of memory at a micro-batch of {self._least_rows}: {WHAT_ELSE}")
+        self.take_micro_batch(found)
+
+    def _try(self, rows: list[dict[str, Any]], n: int) -> None:
+        """Forward and backward of ``n`` rows, with a bank of its own and room for the optimizer."""
+        trainer = self.trainer
+        loss: Any = copy.deepcopy(trainer.loss, {id(trainer.model): trainer.model})
+        for one in loss.modules():
+            if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
+                one.settings = {**one.settings, "gather_across_devices": False}
+        if self.caches:
+            loss.mini_batch_size = n
+        states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
+        try:
+            for _ in range(2):  # the second has gradients and a bank beside it
+                inputs = trainer._prepare_inputs(trainer.data_collator(rows if self.caches else rows[:n]))
+                with trainer.accelerator.autocast():
+                    value = loss(*trainer.collect_features(inputs))
+                value.backward()
+        finally:
+            del states
+            trainer.model.zero_grad()
+
+    def take_micro_batch(self, n: int) -> None:
+        """From now on micro-batches of ``n`` pairs."""
+        self.trainer.args.take_micro_batch(n)
+        if self.caches:
+            self.trainer.loss.mini_batch_size = n
+
     # Numbers that are not finite -------------------------------------------------------------------------------------
 
-    def _after_loss(self, module: nn.Module, arguments: Any, loss: Any) -> Any:
-        """A loss that is not finite gets a gradient that is not finite either, on whichever rank it is."""
-        self.present.computed = True
-        if not isinstance(loss, Tensor):
-            return loss
-        return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-
     def judge(self, model: nn.Module, norm: Any) -> None:
-        """Leave out a complete update whose gradient is not finite, and say which rows are to blame.
+        """Leave out an update whose gradient has a ``norm``, over all ranks, that is not finite; name rows to blame.
 
-        Args:
-            norm: of its gradient, over all ranks.
-
-        Raises:
-            UserError: when ``max_skipped_updates`` are skipped already.
+        Raises `UserError` when ``max_skipped_updates`` are skipped already.
         """
         if norm is None or math.isfinite(float(norm)):
             return
-        update, args, scale = self.present, self.trainer.args, self.scale
-        blamed = sorted({index for index, bad in update.bad if bool(bad)})
+        update, trainer, scale = self.present, self.trainer, self.scale
+        most = trainer.args.max_skipped_updates
+        blamed = sorted({i for i, loss in zip(update.places, update.losses, strict=True) if not torch.isfinite(loss)})
         if not blamed and scale > 1:  # what a scaler is there for: it skips the step and halves its scale
             update.about |= {"skipped": "overflow", "scale": scale}
             return
@@ -243,16 +224,11 @@ class Updates:
         update.about |= {"skipped": kind, "scale": scale, "micro_steps": blamed, "rows": rows}
         self.skipped += 1
         shown = "unknown" if rows is None else ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
-        text = (
-            f"update {self.trainer.state.global_step + 1}: the {kind} is not finite (rows {shown} of the training "
-            f"data, scale {scale:g})"
-        )
-        if self.skipped > args.max_skipped_updates:
-            raise UserError(
-                f"{text}, and max_skipped_updates={args.max_skipped_updates} are skipped already. Look at these rows, "
-                "lower learning_rate, or train in bf16 or float32; the weights are those before this update"
-            )
-        logger.warning(f"{text}: skipped, {self.skipped} of max_skipped_updates={args.max_skipped_updates}")
+        text = f"update {trainer.state.global_step + 1}: the {kind} is not finite (rows {shown} of the training data)"
+        if self.skipped > most:
+            mend = "look at these rows, or lower learning_rate; the weights are those before this update"
+            raise UserError(f"{text}, and max_skipped_updates={most} are skipped already: {mend}")
+        logger.warning(f"{text}: skipped, {self.skipped} of max_skipped_updates={most}")
         if getattr(self.trainer.accelerator, "scaler", None) is None:  # which skips the step by itself
             model.zero_grad()
 
@@ -267,3 +243,92 @@ class Updates:
         # It makes an epoch's batches from the seed and the epoch alone, so that they can be made again.
         batches = zip(range(max(wanted) + 1), trainer.batch_sampler, strict=False)
         return [row for number, batch in batches if number in wanted for row in batch]
+
+
+def _spoil_if_not_finite(module: nn.Module, arguments: Any, loss: Any) -> Any:
+    """A loss that is not finite gets a gradient that is not finite either, on whichever rank it is."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan) if isinstance(loss, Tensor) else loss
+
+
+def least_over_ranks(value: int, device: torch.device) -> int:
+    """The least of every rank's ``value``; the value itself without a process group."""
+    if world_size() > 1:
+        shared = torch.tensor(value, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MIN)
+        value = int(shared)
+    return value
+
+
+def _rows(inputs: dict[str, Any]) -> int:
+    return max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.ndim)
+
+
+def split_rows(inputs: dict[str, Any], rows: int | None) -> list[tuple[dict[str, Any], float]]:
+    """A collated batch, tensors (n, ...) and others, in parts of at most ``rows`` rows, each with its share of n."""
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
+    n = _rows(inputs)
+    if rows is None or n <= rows:
+        return [(inputs, 1.0)]
+    if {len(value) for value in tensors.values()} != {n}:
+        raise UserError("out of memory, and this batch cannot be split by rows: lower per_device_train_batch_size")
+    parts = zip(*(value.tensor_split(-(-n // rows)) for value in tensors.values()), strict=True)
+    return [({**inputs, **dict(zip(tensors, part, strict=True))}, len(part[0]) / n) for part in parts]
+
+
+def longest_rows(dataset: Any, n: int) -> list[dict[str, Any]]:
+    """Rows made of each column's longest texts: no batch of the data is longer in any."""
+    parts = dict(dataset) if isinstance(dataset, dict) else {None: dataset}
+    name, part = max(parts.items(), key=lambda item: len(item[1].column_names))
+    longest: dict[str, list[str]] = {}
+    for batch in first_texts(part):
+        for column, texts in batch.items():
+            longest[column] = heapq.nlargest(n, [*longest.get(column, []), *(x or "" for x in texts)], key=len)
+    of_set = {} if name is None else {"dataset_name": name}
+    return [{column: texts[i % len(texts)] for column, texts in longest.items()} | of_set for i in range(n)]
+
+
+# What is used --------------------------------------------------------------------------------------------------------
+
+
+def random_states() -> tuple[Any, ...]:
+    """The states of every random number generator that training draws from: Python's, numpy's, torch's."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Go on from :func:`random_states`."""
+    setters: tuple[Callable[[Any], Any], ...] = (random.setstate, np.random.set_state, torch.set_rng_state)
+    for setter, state in zip((*setters, torch.cuda.set_rng_state_all), states, strict=True):
+        setter(state)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, an accelerator's or the host's (PyTorch's allocator, or Python's)."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or (isinstance(error, Exception) and should_reduce_batch_size(error))
+
+
+def peak_memory_mb(device: torch.device | str | None = None) -> float:
+    """Peak memory in MB of 2^20 bytes: the GPU's, else the process's resident memory, since `forget_peak_memory`."""
+    if device is not None and torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    with suppress(OSError):
+        # Not getrusage, whose peak a child process takes over from its parent.
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
+    return psutil.Process().memory_info().rss / 2**20  # no peak is known elsewhere
+
+
+def forget_peak_memory(device: torch.device | str) -> None:
+    """Start measuring the peak anew, where the system can."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _room_on_host() -> float:
+    """MB that a micro-batch may take of the host's memory."""
+    return 0.8 * psutil.virtual_memory().available / 2**20

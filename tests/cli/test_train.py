@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 from sample_texts import sentences, write_training_and_beir_data
 from transformers import AutoModel, BertConfig
 
@@ -60,10 +58,8 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
     assert not list(output.rglob("training_args.bin"))
     assert train(places, output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [json.loads(x)["update"] for x in (output / "train_log.jsonl").read_text().splitlines()] == [*range(1, 7)]
-    # What it trained, it trains again: now the folder is a SentenceTransformer, with a pooling of its own.
+    # What it trained, it trains again: now the folder is a SentenceTransformer.
     assert train(places, tmp_path / "again", model=output, pooling=None) == 0
-    assert train(places, tmp_path / "no", model=output) == 2
-    assert "pooling=mean with model=" in capsys.readouterr().err
 
 
 def test_a_model_folder_of_the_version_before_loads(places: Path, tmp_path: Path) -> None:
@@ -94,7 +90,7 @@ def test_it_evaluates_and_records_on_what(places: Path, tmp_path: Path, capsys: 
         ({"train_data": "none.jsonl"}, "none.jsonl"),
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
         ({"resume_from_checkpoint": "last"}, "no checkpoint to resume from"),
-        ({"resume_from_checkpoint": "{places}"}, "not a checkpoint"),
+        ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
     ],
 )
 def test_mistakes_give_one_line_and_exit_code_2(
@@ -143,86 +139,25 @@ def test_the_examples_of_the_docs_train(
 # Several processes ---------------------------------------------------------------------------------------------------
 
 
-def lines_of_the_page() -> dict[str, str]:
-    """Every line of docs/scaling.md that starts a run, by its program and how many hosts it is for."""
-    text = (DOCS / "scaling.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r"^    (torchrun|accelerate launch) (.*)$", text, re.MULTILINE)
-    assert len(found) == 4
-    several = re.compile("--nnodes|--num_machines")
-    return {f"{name.split()[0]}-{'several' if several.search(rest) else 'one'}": rest for name, rest in found}
-
-
-def start(name: str, folder: Path, places: Path) -> list[tuple[int, str, str]]:
-    """The line with two processes: on one host, or one each on two, which are both this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program, hosts = name.split("-")
-    changes = {
-        "--nproc_per_node 8": f"--nproc_per_node {1 if hosts == 'several' else 2}",
-        "--num_processes 8": "--num_processes 2",
-        "--nnodes 4": "--nnodes 2",
-        "--num_machines 4 --num_processes 32": "--num_machines 2 --num_processes 2",
-        "HOST:29500": f"127.0.0.1:{port}",
-        "--main_process_ip HOST": "--main_process_ip 127.0.0.1",
-        "--main_process_port 29500": f"--main_process_port {port}",
-        "CONFIG.yaml": f"{places / 'config.yaml'} --output_dir {folder}",
-    }
-    line = lines_of_the_page()[name]
-    for old, new in changes.items():
-        line = line.replace(old, new)
-    module = {"torchrun": ["torch.distributed.run"], "accelerate": ["accelerate.commands.launch", "--multi_gpu"]}
-    environment = {**os.environ, "CONTACCUM_CACHE": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", *module[program], *line.replace("RANK", str(host)).split()],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in range(2 if hosts == "several" else 1)
-    ]
-    ends = [process.communicate(timeout=300) for process in processes]
-    return [(process.returncode, *end) for process, end in zip(processes, ends, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def started(places: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[int, str, str]]:
+@pytest.mark.slow
+def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places: Path, tmp_path: Path) -> None:
+    """By the line of docs/scaling.md for one host."""
+    (line,) = re.findall(
+        r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", (DOCS / "scaling.md").read_text(), re.MULTILINE
+    )
     keys = {
         "model": str(places / "backbone"),
         "train_data": str(places / "pairs.jsonl"),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "bank_size": 16,
-        "num_train_epochs": 1,
-        "save_strategy": "epoch",
-        "use_cpu": True,
-        "disable_tqdm": True,
+        "output_dir": str(tmp_path / "run"),
     }
-    (places / "config.yaml").write_text(yaml.safe_dump(keys))
-    folder = tmp_path_factory.mktemp("started") / "torchrun-one"
-    (done,) = start("torchrun-one", folder, places)
-    return folder, done
-
-
-@pytest.mark.slow
-def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(started: Any) -> None:
-    folder, (code, out, err) = started
-    assert code == 0, err[-3000:]
-    for said in ("devices               2", "pairs per update      8", "saved ", "24 "):
-        assert sum(said in printed for printed in out.splitlines()) == 1, said
-    assert [json.loads(x)["update"] for x in (folder / "train_log.jsonl").read_text().splitlines()] == [1, 2, 3]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["accelerate-one", "torchrun-several", "accelerate-several"])
-def test_every_line_of_the_page_ends_with_the_same_weights(name: str, started: Any, places: Path) -> None:
-    folder, _ = started
-    for code, _, err in start(name, folder.parent / name, places):
-        assert code == 0, err[-3000:]
-    expected, found = (load_file(folder.parent / run / "model.safetensors") for run in ("torchrun-one", name))
-    assert expected.keys() == found.keys()
-    # Sums over two hosts may be taken in another order.
-    assert all((found[key] - value).abs().max() < 1e-6 for key, value in expected.items())
+    keys |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "bank_size": 16, "use_cpu": True}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(keys | {"num_train_epochs": 1, "disable_tqdm": True}))
+    environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", *line.replace("node 8", "node 2").split()]
+    done = subprocess.run([*command, str(tmp_path / "config.yaml")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for said in ("updates of 8 pairs, in 1 micro-batches of 4 on 2 device(s)", "saved ", "24 "):
+        assert sum(said in printed for printed in done.stdout.splitlines()) == 1, said
+    updates = [json.loads(x)["update"] for x in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
+    assert updates == [1, 2, 3]

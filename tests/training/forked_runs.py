@@ -23,14 +23,14 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from datasets import Dataset, disable_progress_bars
-from sample_texts import WORDS, sentences
+from datasets import disable_progress_bars
+from sample_texts import WORDS
+from tiny_runs import log_of, pairs, state_of
 from transformers import BertConfig, BertTokenizerFast, set_seed
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
-from contaccum.errors import ConfigError, UserError
 
 UPDATES = 12
 ROOT = Path(sys.argv[2])
@@ -52,11 +52,6 @@ def build(tied: bool = True, normalize: bool = True) -> DualEncoder:
     )
     set_seed(7)
     return DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=normalize, tokenizer=tokenizer)
-
-
-def data(rows: int, negatives: int = 0) -> Dataset:
-    columns = {"query": sentences(rows, 1), "positive": sentences(rows, 2, 9)}
-    return Dataset.from_dict(columns | {f"negative_{i}": sentences(rows, 2 + i) for i in range(1, negatives + 1)})
 
 
 def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
@@ -82,23 +77,14 @@ def trainer_in(
     folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
 ) -> ContAccumTrainer:
     args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
-    dataset = data(rows, negatives)
+    dataset = pairs(rows, negatives)
     return ContAccumTrainer(model or build(), args, dataset.to_iterable_dataset() if stream else dataset, quiet=True)
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
     """All that a run came to, for comparison."""
-    optimizer: Any = trainer.optimizer
-    state = {f"model.{k}": v for k, v in trainer.model.state_dict().items()}
-    for index, loss in enumerate(trainer.bank_losses()):
-        state |= {f"bank.{index}.{k}": v for k, v in loss.bank_state_dict().items()}
-    for index, values in optimizer.state_dict()["state"].items():
-        state |= {f"optimizer.{index}.{k}": torch.as_tensor(v) for k, v in values.items()}
-    state["random"] = torch.get_rng_state()
-    log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-    log = [
-        {k: v for k, v in line.items() if k not in ("seconds", "pairs_per_second", "peak_memory_mb")} for line in log
-    ]
+    state, measured = state_of(trainer), ("seconds", "pairs_per_second", "peak_memory_mb")
+    log = [{k: v for k, v in line.items() if k not in measured} for line in log_of(folder)]
     if trainer.args.process_index == 0:
         torch.save({"state": state, "log": log}, folder / "outcome.pt")
 
@@ -138,7 +124,7 @@ def kill(kills: int) -> dict[str, Any]:
     anywhere within an update and the save after it. A run that ends before it is killed makes room for another.
     """
     codes = [wait(fork(lambda: train(ROOT / "straight")))]
-    log = [json.loads(line) for line in (ROOT / "straight" / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(ROOT / "straight")
     update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
     sample = random.Random(3)
     killed, reached, folders = 0, [], [ROOT / "killed-0"]
@@ -167,6 +153,8 @@ def kill(kills: int) -> dict[str, Any]:
         if code == -signal.SIGKILL:
             killed += 1
             reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
+            if (folder / f"checkpoint-{UPDATES}" / "contaccum.json").is_file():  # it had ended: nothing is left to do
+                folders[-1] = ROOT / f"killed-{killed}-anew"
         else:
             codes.append(code)
             folders.append(ROOT / f"killed-{len(folders)}")
@@ -198,25 +186,6 @@ def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
         del given["bank_size"]
         given["gather_across_devices"] = ranks > 1
     return build(given.pop("tied", True)).double(), given
-
-
-def reductions(trainer: ContAccumTrainer) -> list[int]:
-    """Counts how often DDP reduces the gradients of all parameters."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from transformers import TrainerCallback
-
-    counted: list[int] = []
-
-    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        counted.extend([1] * bucket.is_last())
-        return allreduce_hook(torch.distributed.group.WORLD, bucket)
-
-    class Hook(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            trainer.model_wrapped.register_comm_hook(None, reduce)
-
-    trainer.add_callback(Hook())
-    return counted
 
 
 def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
@@ -253,26 +222,24 @@ def ranks() -> dict[str, Any]:
             args = ContAccumTrainingArguments(output_dir=str(ROOT / f"{name}-{count}"), **arguments(**given))
             if count > 1:
                 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            trainer = ContAccumTrainer(fsdp_models[name], args, data(48), quiet=True)
+            trainer = ContAccumTrainer(fsdp_models[name], args, pairs(48), quiet=True)
             trainer.train(resume_from_checkpoint=str(ROOT / "fsdp-2" / "checkpoint-1") if "resumed" in name else None)
             assert type(trainer.model_wrapped).__name__.startswith("FSDP" if count > 1 else "Dual")
             trainer.save_model()
             trainer.accelerator.wait_for_everyone()
 
-    def case(name: str, count: int, number: int = 0) -> None:
+    def case(name: str, count: int) -> None:
         model, given = models[name][count]
         folder = ROOT / f"{name}-{count}"
         trainer = trainer_in(folder, model, ddp_backend="gloo" if count > 1 else None, **given)
-        counted = reductions(trainer) if count > 1 else []
         trainer.train()
         trainer.accelerator.wait_for_everyone()
         outcome(folder, trainer)
-        (folder / f"reductions-{number}").write_text(str(sum(counted)))
 
     codes["1"] = [wait(fork(lambda: [case(name, 1) for name in CASES]))]  # type: ignore[arg-type]  # the list is no matter
-    codes["2"] = on_ranks(2, lambda number: [case(name, 2, number) for name in CASES])  # type: ignore[arg-type]  # as above
+    codes["2"] = on_ranks(2, lambda number: [case(name, 2) for name in CASES])  # type: ignore[arg-type]  # as above
     codes["fsdp"] = [wait(fork(lambda: sharded(0, 1))), *on_ranks(2, sharded)]
-    codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4, number))
+    codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4))
 
     sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
     model = build()
@@ -297,28 +264,6 @@ def ranks() -> dict[str, Any]:
     shutil.copytree(ROOT / "stopped", ROOT / "alone")
     codes["resumed"] = on_ranks(2, lambda number: several(ROOT / "stopped", number))
     codes["alone"] = [wait(fork(lambda: train(ROOT / "alone", model=model, gather_across_devices=True, **sizes)))]
-    own = {"gather_across_devices": False, "max_steps": 2}
-    codes["own"] = on_ranks(2, lambda number: several(ROOT / "own", number, **own))
-
-    def refused() -> None:
-        try:
-            train(ROOT / "own", model=model, **sizes)
-        except UserError as error:
-            assert "banks of 2 ranks" in str(error), str(error)
-        else:
-            raise AssertionError
-
-    codes["refused"] = [wait(fork(refused))]
-
-    def looks_for_unused(number: int) -> None:
-        try:
-            trainer_in(ROOT / "unused", models["contaccum, untied"][2][0], ddp_find_unused_parameters=True)
-        except ConfigError as error:
-            assert "ddp_find_unused_parameters=true with two towers" in str(error)
-        else:
-            raise AssertionError
-
-    codes["unused"] = on_ranks(2, looks_for_unused)
     return {"codes": codes, "cases": list(CASES)}
 
 

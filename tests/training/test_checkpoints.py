@@ -45,14 +45,12 @@ def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
     trainer_in: Any, run: Any, ended: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (ended / "checkpoint-8" / MARKER).unlink()
-    with (ended / "checkpoint-7" / "optimizer.pt").open("r+b") as file:
-        file.seek(100)
-        file.write(b"\0\1\2")
+    os.truncate(ended / "checkpoint-7" / "optimizer.pt", 100)
     resumed = trainer_in(ended, **RUN, **SAVES)
     resumed.quiet = False
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
-    assert f"passed over {ended / 'checkpoint-8'}: it has no {MARKER}: it is not whole" in caplog.text
+    assert f"passed over {ended / 'checkpoint-8'}: it has no whole {MARKER}" in caplog.text
     assert f"passed over {ended / 'checkpoint-7'}: optimizer.pt is not what was written" in caplog.text
     assert f"resuming from         {ended / 'checkpoint-6'} (after 6 updates)" in capsys.readouterr().out
     # Each update has one line in the log, though two were done twice; what was damaged is whole again.
@@ -60,7 +58,7 @@ def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
     assert [fault_of(path) for path in find_checkpoints(ended)] == [None] * 3
     assert differing(run[1], state_of(resumed)) == []
     (ended / "checkpoint-8" / "scheduler.pt").unlink()
-    with pytest.raises(UserError, match=r"cannot be resumed from: scheduler\.pt is missing"):
+    with pytest.raises(UserError, match=r"no checkpoint to resume from .* scheduler\.pt is not what was written"):
         trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
 
 
@@ -70,9 +68,7 @@ def test_a_checkpoint_of_the_version_before_is_refused_by_its_version(trainer_in
     (old / "checkpoint.json").write_text("{}")
     (old / "manifest.json").write_text('{"format": 1, "contaccum": "0.1.0", "files": {}}')
     for asked in ("last", str(old)):
-        with pytest.raises(
-            UserError, match=r"written by contaccum 0\.1\.0, whose checkpoints .* with --model"
-        ) as error:
+        with pytest.raises(UserError, match=r"written by contaccum 0\.1\.0: .* with --model") as error:
             trainer_in(tmp_path).train(resume_from_checkpoint=asked)
         assert "\n" not in str(error.value)
 
@@ -98,35 +94,29 @@ def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(
 
 
 @pytest.mark.parametrize(
-    ("changed", "shown", "reason"),
+    ("changed", "shown"),
     [
-        ({"bank_size": 30}, "bank_size: 20 -> 30", "cannot go on with other settings"),
-        ({"method": "pre_batch"}, "method: contaccum -> pre_batch", "cannot go on with other settings"),
-        ({"normalize_by": "all"}, "normalize_by: local -> all", "cannot go on with other settings"),
-        ({"optim": "sgd"}, "optim: ", "cannot go on with other settings"),
-        ({"data": 40}, "rows: 43 -> 40", "place in the data means nothing"),
-        ({"seed": 6}, "seed: 5 -> 6", "place in the data means nothing"),
-        ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8", "place in the data means nothing"),
+        ({"bank_size": 30}, "bank_size: 20 -> 30"),
+        ({"method": "pre_batch"}, "method: contaccum -> pre_batch"),
+        ({"optim": "sgd"}, "optim: "),
+        ({"data": 40}, "rows: 43 -> 40"),
+        ({"data_seed": 9}, "data_seed: None -> 9"),
+        ({"gradient_accumulation_steps": 2}, "pairs per update: 12 -> 8"),
     ],
 )
 def test_a_change_that_cannot_work_is_refused_by_name(
-    trainer_in: Any, run: Any, tmp_path: Path, changed: dict[str, Any], shown: str, reason: str
+    trainer_in: Any, run: Any, tmp_path: Path, changed: dict[str, Any], shown: str
 ) -> None:
-    with pytest.raises(UserError, match=reason) as refusal:
+    with pytest.raises(UserError, match="would mean nothing with") as refusal:
         trainer_in(tmp_path, **{**RUN, **changed}).train(resume_from_checkpoint=str(run[0] / "checkpoint-2"))
     assert shown in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_other_changes_are_taken_and_some_by_a_flag(trainer_in: Any, run: Any, tmp_path: Path) -> None:
+def test_other_changes_are_taken(trainer_in: Any, run: Any, tmp_path: Path) -> None:
     # Another micro-batch with the same pairs per update goes on at the same pair.
     changed = {**RUN, "max_grad_norm": 0.5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
-    checkpoint = str(run[0] / "checkpoint-6")
-    trainer_in(tmp_path / "a", **changed).train(resume_from_checkpoint=checkpoint)
-    assert [line["update"] for line in log_of(tmp_path / "a")] == [7, 8]
-    with pytest.raises(UserError, match=r"data_seed: None -> 9.* --resume_with_changes true"):
-        trainer_in(tmp_path / "b", **changed, data_seed=9).train(resume_from_checkpoint=checkpoint)
-    trainer_in(tmp_path / "b", **changed, data_seed=9, resume_with_changes=True).train(checkpoint)
-    assert [line["update"] for line in log_of(tmp_path / "b")] == [7, 8]
+    trainer_in(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
+    assert [line["update"] for line in log_of(tmp_path)] == [7, 8]
 
 
 def test_weights_of_another_model_and_checkpoints_without_an_optimizer_are_refused(
@@ -149,7 +139,7 @@ def test_older_checkpoints_go_only_once_the_newer_one_is_whole(
         there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
         seal(folder, facts)
 
-    monkeypatch.setattr(trainer_module, "seal", watched)
+    monkeypatch.setattr(trainer_module.checkpoint, "seal", watched)
     trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
     assert there == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]
@@ -173,7 +163,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(
     place = (trainer_module, "save_file") if what == "bank" else (torch, "save")
     real = getattr(*place)
     monkeypatch.setattr(*place, full)
-    with pytest.raises(UserError, match=r"no room on the disk .* resume from `last`") as error:
+    with pytest.raises(UserError, match=r"no room on the disk: .* resume from `last`") as error:
         trainer.train()
     assert "\n" not in str(error.value)
     assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [("checkpoint-1", None)]
@@ -185,8 +175,8 @@ def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
 ) -> None:
     number = getattr(signal, name)
     before = signal.getsignal(number)
-    # Nothing is saved otherwise, and nothing that a checkpoint could do without.
-    stopped = trainer_in(tmp_path, **RUN, save_only_model=True)
+    # Nothing is saved otherwise.
+    stopped = trainer_in(tmp_path, **RUN)
     step = stopped.micro_step
     done = 0
 
@@ -208,22 +198,3 @@ def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
     resumed.train(resume_from_checkpoint="last")
     assert differing(run[1], state_of(resumed)) == []
     assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in run[2]]
-
-
-def test_the_marker_comes_last_and_nothing_without_it_is_loaded(
-    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every file that a checkpoint consists of, as if the process died right there."""
-    trainer_in(tmp_path, max_steps=1, **SAVES).train()
-    whole = tmp_path / "checkpoint-1"
-    for path in sorted(p for p in whole.rglob("*") if p.is_file()):
-        torn = tmp_path / "torn" / "checkpoint-1"
-        shutil.copytree(whole, torn)
-        (torn / path.relative_to(whole)).unlink()
-        assert fault_of(torn) is not None, path
-        shutil.rmtree(torn)
-        if path.stat().st_size:
-            shutil.copytree(whole, torn)
-            os.truncate(torn / path.relative_to(whole), path.stat().st_size // 2)
-            assert fault_of(torn) is not None, path
-            shutil.rmtree(torn)

@@ -81,8 +81,7 @@ def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in: Any, tmp
             assert len(pool) < 2 or set(negatives) <= pool
     log = log_of(tmp_path)
     assert [line.get("mined_at") for line in log] == [0, None, 2, None, 4, None]
-    assert log[0]["mining_seconds"] > 0 and log[2]["mined_positive_score"] > log[2]["mined_negative_score"]
-    assert 0 <= log[2]["mined_as_before"] <= 1 and log[0]["mined_as_before"] == 0
+    assert log[0]["mining_seconds"] > 0
 
 
 def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(
@@ -110,8 +109,8 @@ def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in: Any, tmp_pa
         assert torch.equal(torch.from_numpy(straight.refresh.rows), torch.from_numpy(resumed.refresh.rows))
     plain = trainer_in(tmp_path / "plain", pairs(N, 2), num_train_epochs=2, **SAVES)
     plain.train()
-    with pytest.raises(UserError, match="without refresh_negatives_every"):
-        other = trainer_in(tmp_path / "c", pairs(N, 2), resume_with_changes=True, **REFRESH)
+    with pytest.raises(UserError, match="refresh_negatives_every: None -> 2"):
+        other = trainer_in(tmp_path / "c", pairs(N, 2), **REFRESH)
         other.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
 
 
@@ -140,5 +139,5 @@ def test_data_that_nothing_can_be_put_into_is_refused(trainer_in: Any, tmp_path:
 
 def test_data_to_mine_in_without_the_queries_is_refused(trainer_in: Any, tmp_path: Path) -> None:
     other = load_mining_data([{"query": "a query", "positive": "a passage"}])
-    with pytest.raises(ConfigError, match=r"row 0 of the training data has a query that .* \(and so have 8 others\)"):
+    with pytest.raises(ConfigError, match=r"row 0 of the training data, and 8 others, have a query"):
         trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)

@@ -95,54 +95,6 @@ def test_every_method_trains_and_logs_each_update(trainer_in: Any, method: str, 
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_grad_cache_equals_one_large_batch(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
-    """n=4 x K=3 by grad_cache gives the update of a batch of 12 by in_batch (no dropout)."""
-    weights = []
-    for method, n, k in (("grad_cache", 4, 3), ("in_batch", 12, 1)):
-        model = tiny_model().double()
-        sizes = {"per_device_train_batch_size": n, "gradient_accumulation_steps": k, "warmup_steps": 0}
-        trainer = trainer_in(tmp_path / method, 24, model=model, method=method, **sizes)
-        assert trainer.args.total_train_batch_size == 12
-        trainer.train()
-        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
-    assert (weights[0] - weights[1]).abs().max() < 1e-9
-
-
-def watch_towers(trainer: ContAccumTrainer) -> list[dict[str, float]]:
-    """What the optimizer gets of each tower at every step."""
-    seen: list[dict[str, float]] = []
-
-    def look(*_: Any) -> None:
-        towers = {"query": trainer.model.query_encoder, "passage": trainer.model.passage_encoder}
-        gradients = {
-            name: [p.grad.flatten() for p in x.parameters() if p.grad is not None] for name, x in towers.items()
-        }
-        seen.append({name: torch.cat(parts).norm().item() for name, parts in gradients.items()})
-
-    trainer.create_optimizer().register_step_pre_hook(look)
-    trainer.train()
-    return seen
-
-
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3], ids=["unclipped", "clipped"])
-def test_untied_towers_reach_the_optimizer_with_the_norms_that_the_log_gives(
-    trainer_in: Any, tmp_path: Path, max_grad_norm: float
-) -> None:
-    ratios = {}
-    for balance in ("none", "geometric"):
-        settings = {"method": "pre_batch", "balance_grad_norms": balance, "drift_compensation": "mean"}
-        trainer = trainer_in(tmp_path / balance, 96, False, bank_size=40, max_grad_norm=max_grad_norm, **settings)
-        seen, log = watch_towers(trainer), log_of(tmp_path / balance)
-        assert len(seen) == len(log) == 8
-        for at_step, line in zip(seen, log, strict=True):
-            assert at_step["passage"] / at_step["query"] == pytest.approx(line["grad_norm_ratio"], rel=1e-4)
-            if max_grad_norm == 0:
-                assert at_step["query"] == pytest.approx(line["grad_norm_query"], rel=1e-4)
-        ratios[balance] = sum(abs(math.log(line["grad_norm_ratio"])) for line in log)
-        assert all(("grad_norm_ratio_unbalanced" in line) == (balance == "geometric") for line in log)
-    assert ratios["geometric"] < 0.5 * ratios["none"]
-
-
 def test_balanced_run_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path) -> None:
     settings = {"method": "pre_batch", "tied": False, "balance_grad_norms": "geometric"}
     straight = trainer_in(tmp_path / "a", **settings, **SAVES)
@@ -168,17 +120,6 @@ def test_logged_loss_is_that_of_local_rows(trainer_in: Any, tmp_path: Path) -> N
     assert [line["loss"] for line in log_of(tmp_path)] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
-def test_learning_rate_scales_with_pairs_per_update(
-    trainer_in: Any, scaling: str, factor: float, tmp_path: Path
-) -> None:
-    rate = {"learning_rate": 1e-4, "learning_rate_scaling": scaling, "learning_rate_base_batch_size": 3}
-    trainer = trainer_in(tmp_path, 12, **rate, warmup_steps=0)
-    trainer.train()
-    assert log_of(tmp_path)[0]["learning_rate"] == pytest.approx(1e-4 * factor)
-    assert json.loads((tmp_path / RUN_RECORD).read_text())["arguments"]["learning_rate"] == 1e-4
-
-
 @pytest.mark.parametrize("setting", ["bf16", "gradient_checkpointing"])
 def test_trains_in_bf16_and_with_gradient_checkpointing(trainer_in: Any, setting: str, tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, 24, False, **{setting: True})
@@ -202,13 +143,8 @@ def test_the_start_says_what_will_happen(trainer_in: Any, tmp_path: Path, capsys
     trainer = trainer_in(tmp_path, pairs(48, 1), bank_size=30)
     trainer.quiet = False
     trainer.train()
-    facts = {line[:21].strip(): line[22:].strip() for line in capsys.readouterr().out.splitlines()}
-    expected = {"method": "contaccum", "pairs per update": "12", "bank rows": "30 passages, 30 queries"}
-    expected |= {"oldest bank entry": "2.5 updates old", "updates": "4"}
-    # 4 positives and 4 hard negatives, 30 and 30 from the bank, less its own positive.
-    expected |= {"negatives per query": "67 once the bank is full"}
-    assert facts.items() >= expected.items()
-    assert trainer.loss.last["columns"] - 1 == 67
+    said = "contaccum: 4 updates of 12 pairs, in 3 micro-batches of 4 on 1 device(s), a bank of 30"
+    assert said in capsys.readouterr().out
 
 
 def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> None:
@@ -218,8 +154,6 @@ def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="per_device_train_batch_size=1 and no hard negatives"):
         trainer_in(tmp_path, **alone)
     trainer_in(tmp_path, pairs(12, 1), **alone)
-    with pytest.raises(ConfigError, match="mining_data without refresh_negatives_every"):
-        trainer_in(tmp_path, mining_data=object())
 
 
 def test_parameters_that_no_embedding_depends_on_are_frozen(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
@@ -238,7 +172,7 @@ def test_collapse_is_warned_of_once_within_three_updates(caplog: pytest.LogCaptu
     collapsed = [{"update": i, "loss": 3.46, "columns": 32, "bank_age": 7} for i in range(3, 9)]
     found = [watch.observe(record) for record in learning + collapsed]
     assert [len(lines) for lines in found] == [0] * 5 + [1] + [0] * 3
-    assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0] and "7 updates old" in found[5][0]
+    assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0]
 
 
 def test_model_cards_and_records_hold_no_credentials(
@@ -253,7 +187,7 @@ def test_model_cards_and_records_hold_no_credentials(
     assert [path.name for path in texts if "hush-hush-12345" in path.read_text()] == []
 
 
-def test_trackers_get_every_number_and_a_terminal_a_few(trainer_in: Any, tmp_path: Path) -> None:
+def test_trackers_get_every_number(trainer_in: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -266,9 +200,6 @@ def test_trackers_get_every_number_and_a_terminal_a_few(trainer_in: Any, tmp_pat
     assert set(events.Tags()["scalars"]) >= wanted
     log = log_of(tmp_path)
     assert [x.value for x in events.Scalars("train/bank_mass")] == pytest.approx([line["bank_mass"] for line in log])
-    plain = trainer_in(tmp_path / "plain", logging_steps=1)
-    plain.train()
-    assert "bank_fill" in plain.state.log_history[0] and "bank_mass" not in plain.state.log_history[0]
 
 
 def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ import pytest
 import torch
 from tiny_runs import SAVES, differing, log_of, pairs, state_of
 
-from contaccum import ContAccumTrainer
-from contaccum.errors import ConfigError, UserError
-from contaccum.training import memory
-from contaccum.training.memory import largest_that_fits, split_rows
+from contaccum.errors import UserError
+from contaccum.training import updates
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
@@ -79,21 +77,11 @@ def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_si
     runs_out(trainer, "passages", {5}, fits=2)  # the second micro-batch of the second update, before its loss
     trainer.train()
     assert trainer.updates.rows_fit == 2
-    bank = trainer.loss.info_nce.bank
-    assert bank.pairs == 36
+    # The update began again: the four pairs before are in the bank twice, and none is missing.
+    assert trainer.loss.info_nce.bank.pairs == 36 + 4
     resumed = trainer_in(tmp_path / "b", dropout=0.1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     assert differing(state_of(trainer), state_of(resumed)) == []
-
-
-def test_a_part_of_the_gradient_that_had_begun_is_taken_back(trainer_in: Any, tmp_path: Path) -> None:
-    """In the backward pass of the last micro-batch: all of the update's are done again, in halves."""
-    trainer = trainer_in(tmp_path, 12, max_steps=1)
-    runs_out(trainer, "backward", {3}, fits=2)
-    trainer.train()
-    (line,) = log_of(tmp_path)
-    assert line["pairs"] == 12
-    assert trainer.loss.info_nce.bank.pairs == 24  # those of before are in the bank twice, and none is missing
 
 
 def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(trainer_in: Any, tmp_path: Path) -> None:
@@ -116,16 +104,6 @@ def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(trainer_i
     runs_out(trainer, "queries", ALWAYS, fits=1)  # where a pair alone would have no negative
     with pytest.raises(UserError, match="out of memory at a micro-batch of 2"):
         trainer.train()
-
-
-def test_rows_are_split_with_their_shares() -> None:
-    inputs = {"a": torch.arange(7), "b": torch.arange(14).reshape(7, 2), "name": "x"}
-    parts = split_rows(inputs, 3)
-    assert [len(part["a"]) for part, _ in parts] == [3, 2, 2]
-    assert sum(share for _, share in parts) == pytest.approx(1.0)
-    assert torch.equal(torch.cat([part["b"] for part, _ in parts]), inputs["b"]) and parts[0][0]["name"] == "x"
-    with pytest.raises(UserError, match="cannot be split by rows"):
-        split_rows({"a": torch.zeros(4), "b": torch.zeros(3)}, 2)
 
 
 AUTO = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
@@ -161,34 +139,17 @@ def test_grad_cache_finds_what_it_encodes_at_once(trainer_in: Any, tmp_path: Pat
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
 
 
-def test_a_host_is_never_asked_for_more_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contaccum import ContAccumTrainingArguments
-
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), **AUTO)
-    sizes: list[int] = []
-    monkeypatch.setattr(memory, "_growth", lambda work, n: (work(n), 100.0 * n)[1])
-    monkeypatch.setattr(memory, "_room_on_host", lambda: 600.0)
-    args.gradient_accumulation_steps = 12
-    assert largest_that_fits(args, 1, sizes.append) == 6 and max(sizes) == 6  # though 12 would not have failed
-    monkeypatch.undo()
-    assert 90 < memory._growth(lambda n: torch.ones(n).sum(), 25_000_000) < 400 and memory._room_on_host() > 100
-
-
-def test_a_limit_is_given_to_cuda_as_a_share_of_the_card(
+def test_a_host_is_never_asked_for_more_than_it_has(
     trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Card:
-        total_memory = 80 * 2**30
-
-    given: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
-    with pytest.raises(ConfigError, match="only CUDA can keep a process below a limit"):
-        trainer_in(tmp_path, memory_limit_gb=11.0)
-    trainer = trainer_in(tmp_path)
-    trainer.args.memory_limit_gb = 11.0
-    ContAccumTrainer(trainer.model, trainer.args, pairs(4))
-    assert given == [11 / 80]
+    trainer = trainer_in(tmp_path, **AUTO)
+    trainer.args.gradient_accumulation_steps = 12
+    sizes: list[int] = []
+    monkeypatch.setattr(trainer.updates, "_try", lambda rows, n: sizes.append(n))
+    monkeypatch.setattr(updates, "peak_memory_mb", lambda device: 100.0 * sum(sizes))  # it grows by 100 MB a pair
+    monkeypatch.setattr(updates, "_room_on_host", lambda: 600.0)
+    trainer.updates.find_micro_batch()
+    assert sizes == [1, 2, 3, 4, 6] and trainer.args.per_device_train_batch_size == 6  # though 12 would not have failed
 
 
 # Numbers that are not finite -----------------------------------------------------------------------------------------
@@ -307,7 +268,7 @@ class Scaled:
         trainer.accelerator.unscale_gradients = self.unscale
 
     def unscale(self, optimizer: Any = None) -> None:
-        self.unscaled_after.append(len(self.trainer.update.losses))
+        self.unscaled_after.append(len(self.trainer.updates.present.losses))
         self.scaler.unscale_(self.trainer.optimizer.optimizer)  # raises where it was done already
 
 
