@@ -24,7 +24,7 @@ from contaccum.data import RecordReport, read_passages
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
-from contaccum.training.memory import peak_memory_mb
+from contaccum.training.updates import peak_memory_mb
 
 _WINDOW = 4096  # as the command has it
 
