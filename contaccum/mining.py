@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,6 @@ from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval.encode import Metric, encode_texts, metric_of
 from contaccum.retrieval.index import build_index, prepared, search
-from contaccum.retrieval.searcher import BM25Index
 
 OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
 
@@ -171,6 +171,10 @@ def _names(passage: Passage) -> list[bytes | str]:
 # Mining --------------------------------------------------------------------------------------------------------------
 
 
+def _rule(default: Any, explained: str, kind: type = float, **more: Any) -> Any:
+    return field(default=default, metadata={"type": kind, "help": explained, **more})
+
+
 @dataclass(frozen=True)
 class SelectionRules:
     """What a negative must be like: sentence-transformers' rules by their names, and those of docs/mining.md.
@@ -179,16 +183,16 @@ class SelectionRules:
     `range_min`, with 10 `num_negatives` where a rule may drop candidates or sampling may choose.
     """
 
-    num_negatives: int = 3  # per query
-    range_min: int = 0  # skip so many of the closest of what the score rules leave
-    range_max: int | None = None  # no candidate beyond this rank; known positives have no rank
-    absolute_margin: float | None = None  # keep s <= p - margin
-    relative_margin: float | None = None  # keep s <= p - margin * abs(p)
-    max_score: float | None = None
-    min_score: float | None = None
-    cross_encoder_margin: float | None = None  # keep what it scores at least this far below the positives (logits)
-    sampling: Literal["top", "random"] = "top"
-    seed: int = 0  # of random sampling
+    num_negatives: int = _rule(3, "per query", int)
+    range_min: int = _rule(0, "skip so many of the closest of what the score rules leave", int)
+    range_max: int | None = _rule(None, "no candidate beyond this rank; known positives have no rank", int)
+    absolute_margin: float | None = _rule(None, "keep s <= p - margin")
+    relative_margin: float | None = _rule(None, "keep s <= p - margin * abs(p)")
+    max_score: float | None = _rule(None, "keep s <= max_score")
+    min_score: float | None = _rule(None, "keep s >= min_score")
+    cross_encoder_margin: float | None = _rule(None, "keep what it scores so far below the positives, in logits; 3.0")
+    sampling: Literal["top", "random"] = _rule("top", "the best, or some at random", str, choices=("top", "random"))
+    seed: int = _rule(0, "of random sampling", int)
 
     def check(self, has_cross_encoder: bool) -> None:
         """Raise `ConfigError` for settings that cannot work together; cheap, before data or models are loaded."""
@@ -314,10 +318,21 @@ def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding
 
 
 def _search_bm25(data: MiningData, k: int, show_progress: bool) -> _Found:
+    """The same by bm25s (Lucene's variant): lower-cased words of two letters or more; k1 and b are DPR's."""
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
+
+    words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
     # Positives from outside the pool are part of the statistics, so that they have a score.
-    index = BM25Index([document.passage for document in data.documents], data.record["path"], show_progress)
-    for query, positives in zip(data.queries, data.positives, strict=True):
-        scores = index.scores(query)
+    words = words_of([document.passage for document in data.documents])
+    if not any(words):
+        raise DataError(f"{data.record['path']}: no passage has a word of two letters for BM25 to find")
+    index = bm25s.BM25(k1=0.9, b=0.4)
+    index.index(words, show_progress=show_progress)
+    for query, positives in zip(words_of(data.queries), data.positives, strict=True):
+        scores = index.get_scores(query) if query else np.zeros(len(words), dtype=np.float32)
         rows = np.flatnonzero(scores[: data.pool_size] > 0)
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         yield scores[rows], rows, scores[positives]

@@ -130,7 +130,7 @@ def plan_search(
     Raises:
         ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
     """
-    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_contract
+    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
     from contaccum.retrieval.index import check_factory, default_parameters
 
     if batch_size < 1:
@@ -142,7 +142,7 @@ def plan_search(
         index_parameters = index_parameters or default_parameters(empty)
     return {
         "model": {"fingerprint": model_fingerprint(model), "similarity": metric},
-        "tokenisation": tokenisation_contract(model),
+        "tokenisation": tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
         "precision": autocast_dtype or "float32",
     }

@@ -1,4 +1,4 @@
-"""Search for texts: with a model behind BEIR's interface, `EvaluateRetrieval(FaissSearcher(model))`, or by BM25.
+"""Search for texts with a model, behind BEIR's interface: `EvaluateRetrieval(FaissSearcher(model))`.
 
 `FaissSearcher` joins `encode` and `index`. No metric is computed and no file written here, and beir is not imported.
 """
@@ -9,9 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError
 from contaccum.retrieval.encode import encode_corpus, encode_queries, metric_of
 from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
@@ -91,36 +89,3 @@ class FaissSearcher:
         result = function(*args, **kwargs)
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
         return result
-
-
-class BM25Index:
-    """Passages by bm25s (Lucene's variant), for those who have no model yet: lower-cased words of two letters or more.
-
-    Term frequency saturates, and long passages are held back, as DPR's do: k1 = 0.9, b = 0.4.
-
-    Args:
-        where: what the passages are from, for the message.
-
-    Raises:
-        ConfigError: bm25s is not installed.
-        DataError: no passage has a word.
-    """
-
-    def __init__(self, passages: list[str], where: str, show_progress: bool = False) -> None:
-        try:
-            import bm25s
-        except ImportError as error:
-            raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
-
-        words = bm25s.tokenize(passages, stopwords=[], return_ids=False, show_progress=show_progress)
-        if not any(words):
-            raise DataError(f"{where}: no passage has a word of two letters for BM25 to find")
-        self.bm25 = bm25s.BM25(k1=0.9, b=0.4)
-        self.bm25.index(words, show_progress=show_progress)
-
-    def scores(self, query: str) -> np.ndarray:
-        """float32 (n,) of all passages; 0 where no word of the query occurs."""
-        import bm25s
-
-        (words,) = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
-        return self.bm25.get_scores(words) if words else np.zeros(self.bm25.scores["num_docs"], dtype=np.float32)

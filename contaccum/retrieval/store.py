@@ -12,7 +12,6 @@ may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,12 +23,21 @@ from typing import Any
 import numpy as np
 
 from contaccum.errors import DataError, UserError
-from contaccum.files import AnyPath, Fingerprint, atomic_folder, git_commit, package_versions, read_json, write_json
+from contaccum.files import (
+    AnyPath,
+    Fingerprint,
+    atomic_folder,
+    fingerprint,
+    git_commit,
+    package_versions,
+    read_json,
+    write_json,
+)
 
 ABOUT = "store.json"
 
 _SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
-_HEAD = {"format": "contaccum embedding store", "version": 1}
+_HEAD = {"format": "contaccum embedding store", "version": 2}
 _MAPPED_SHARDS = 64  # at most, those used last: maps stay open, and a process may open 1,024 files
 _MEND = "name another --output, or start anew with --overwrite"
 
@@ -78,9 +86,7 @@ class EmbeddingStore:
     def fingerprint(self) -> str:
         """sha256, in hex, of what decides the rows: texts, model, tokenisation, types, number."""
         names = ("kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension", "rows")
-        about = {name: self.about.get(name) for name in names}
-        about["corpus"] = (self.about.get("corpus") or {}).get("fingerprint")
-        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        return fingerprint(self.about["corpus"]["fingerprint"], [self.about.get(name) for name in names])
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Embeddings of a slice, or of some rows in the order asked for (fastest where they ascend): float32 (n, d)."""
@@ -249,9 +255,8 @@ def _read_shard(folder: Path, number: int) -> dict[str, Any] | None:
     if not (shard / _SHARD).exists():
         return None
     about = read_json(shard / _SHARD)
-    there = {path.name: path.stat().st_size for path in shard.iterdir()}
-    sizes = about.get("bytes", {})  # not every version wrote them
-    return about if all(there.get(name) == sizes[name] for name in sizes) else None
+    there = {path.name: path.stat().st_size for path in shard.iterdir() if path.name != _SHARD}
+    return about if there == about["bytes"] else None
 
 
 def _shard_folder(folder: Path, number: int) -> Path:

@@ -20,7 +20,7 @@ from contaccum.data import Passage, RecordReport
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
 from contaccum.retrieval import encode as encode_module
-from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
+from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 TEXTS = [text * (1 + n % 3) for n, text in enumerate(sentences(45, 1, 5))]
@@ -86,7 +86,7 @@ def test_the_record_says_what_was_encoded_and_how(whole: Path, model: DualEncode
     about = EmbeddingStore.open(whole).about
     assert about["model"] == model_fingerprint(model)
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
-    assert about["tokenisation"]["document_max_length"] == 24
+    assert about["tokenisation"] == tokenisation_fingerprint(model)
     assert (about["similarity"], about["kind"], about["precision"]) == ("dot", "document", "float32")
     assert about["versions"]["torch"]
 
