@@ -14,7 +14,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -28,10 +27,9 @@ from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval.encode import Metric, encode_texts, metric_of
 from contaccum.retrieval.index import build_index, prepared, search
+from contaccum.retrieval.searcher import bm25_scores
 
 OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
-
-_SPARE = 10  # candidates per wanted negative where a rule may drop some, as in sentence-transformers
 
 
 @dataclass(frozen=True)
@@ -210,10 +208,10 @@ class SelectionRules:
     @property
     def depth(self) -> int:
         """How many candidates of a query, known positives apart, are considered."""
-        if self.range_max is not None:
-            return self.range_max
         plain = SelectionRules(self.num_negatives, self.range_min, seed=self.seed)
-        return self.range_min + self.num_negatives * (1 if self == plain else _SPARE)
+        # As in sentence-transformers: ten candidates per wanted negative where a rule may drop some.
+        most = self.range_min + self.num_negatives * (1 if self == plain else 10)
+        return most if self.range_max is None else self.range_max
 
 
 @dataclass
@@ -304,10 +302,7 @@ def mine_hard_negatives(
     return mined
 
 
-_Found = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
-
-
-def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding: dict[str, Any]) -> _Found:
+def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding: dict[str, Any]) -> Iterator[Any]:
     """Of each query scores and rows (k,), best first, -1 for none, and the scores of its positives."""
     passages = encode_texts(model, [document.passage for document in data.documents], "document", **encoding)
     queries = prepared(encode_texts(model, data.queries, "query", **encoding), metric, "query embedding")
@@ -317,22 +312,10 @@ def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding
         yield scores[query], rows[query], of_positives
 
 
-def _search_bm25(data: MiningData, k: int, show_progress: bool) -> _Found:
-    """The same by bm25s (Lucene's variant): lower-cased words of two letters or more; k1 and b are DPR's."""
-    try:
-        import bm25s
-    except ImportError as error:
-        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
-
-    words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
+def _search_bm25(data: MiningData, k: int, show_progress: bool) -> Iterator[Any]:
     # Positives from outside the pool are part of the statistics, so that they have a score.
-    words = words_of([document.passage for document in data.documents])
-    if not any(words):
-        raise DataError(f"{data.record['path']}: no passage has a word of two letters for BM25 to find")
-    index = bm25s.BM25(k1=0.9, b=0.4)
-    index.index(words, show_progress=show_progress)
-    for query, positives in zip(words_of(data.queries), data.positives, strict=True):
-        scores = index.get_scores(query) if query else np.zeros(len(words), dtype=np.float32)
+    scored = bm25_scores([document.passage for document in data.documents], data.queries, show_progress)
+    for scores, positives in zip(scored, data.positives, strict=True):
         rows = np.flatnonzero(scores[: data.pool_size] > 0)
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         yield scores[rows], rows, scores[positives]
@@ -437,28 +420,27 @@ def check_output(path: AnyPath, output_format: str) -> Path:
 def _lines_of(mined: MinedNegatives, query: int, output_format: str) -> Iterator[dict[str, Any]]:
     """What is written of one query: a line for each of its pairs, or one for all of its known positives."""
     data, text = mined.data, mined.data.queries[query]
-    of_positives = zip(data.positives[query], mined.positive_scores[query].tolist(), strict=True)
-    of_negatives = zip(mined.rows[query].tolist(), mined.scores[query].tolist(), strict=True)
-    positives = [(data.documents[row], score) for row, score in of_positives]
-    negatives = [(data.documents[row], score) for row, score in of_negatives if row >= 0]
-    if output_format in ("dpr", "tevatron"):
-        name = "passage_id" if output_format == "dpr" else "docid"
-        above, below = (
-            [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in part]
-            for part in (positives, negatives)
-        )
-        if output_format == "dpr":
-            contexts = {"positive_ctxs": above, "negative_ctxs": [], "hard_negative_ctxs": below}
-            yield {"question": text, "answers": [], **contexts}
-        else:
-            about = {"query_id": data.query_ids[query], "query": text}
-            yield {**about, "positive_passages": above, "negative_passages": below}
-        return
-    texts, scores = [passage.passage for passage, _ in negatives], [score for _, score in negatives]
-    for positive, score in positives[: data.pair_counts[query]]:
-        line = {"query": text, "positive": positive.passage}
-        if output_format == "pairs":
-            yield line | {"negatives": texts, "positive_score": score, "negative_scores": scores}
-        elif len(texts) == mined.rows.shape[1]:
-            columns = {f"negative_{number}": negative for number, negative in enumerate(texts, 1)}
-            yield line | columns | {"scores": [score, *scores]}
+
+    def scored(rows: Iterable[int], scores: np.ndarray) -> list[tuple[Passage, float]]:
+        return [(data.documents[row], score) for row, score in zip(rows, scores.tolist(), strict=True) if row >= 0]
+
+    def records(passages: list[tuple[Passage, float]], name: str) -> list[dict[str, Any]]:
+        return [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in passages]
+
+    positives = scored(data.positives[query], mined.positive_scores[query])
+    negatives = scored(mined.rows[query], mined.scores[query])
+    if output_format == "dpr":
+        contexts = {"positive_ctxs": records(positives, "passage_id"), "negative_ctxs": []}
+        yield {"question": text, "answers": [], **contexts, "hard_negative_ctxs": records(negatives, "passage_id")}
+    elif output_format == "tevatron":
+        line = {"query_id": data.query_ids[query], "query": text, "positive_passages": records(positives, "docid")}
+        yield {**line, "negative_passages": records(negatives, "docid")}
+    else:
+        texts, scores = [passage.passage for passage, _ in negatives], [score for _, score in negatives]
+        for positive, score in positives[: data.pair_counts[query]]:
+            line = {"query": text, "positive": positive.passage}
+            if output_format == "pairs":
+                yield line | {"negatives": texts, "positive_score": score, "negative_scores": scores}
+            elif len(texts) == mined.rows.shape[1]:
+                columns = {f"negative_{number}": negative for number, negative in enumerate(texts, 1)}
+                yield line | columns | {"scores": [score, *scores]}

@@ -131,15 +131,14 @@ def plan_search(
         ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
     """
     from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
-    from contaccum.retrieval.index import check_factory, default_parameters
+    from contaccum.retrieval.index import check_factory
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
     metric = metric_of(model, similarity)
     dimension = getattr(model, "get_embedding_dimension", lambda: None)()
     if dimension is not None:  # a model of BEIR's kind says nothing before it has encoded
-        empty = check_factory(index, dimension, documents, metric, index_parameters)
-        index_parameters = index_parameters or default_parameters(empty)
+        _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
         "model": {"fingerprint": model_fingerprint(model), "similarity": metric},
         "tokenisation": tokenisation_fingerprint(model),

@@ -122,7 +122,9 @@ def paired_bootstrap(
     """Compare two systems by their scores on the same queries, (n,) each, in the same order.
 
     Returns the `difference` of the means, a minus b, its 95% interval, `low` to `high`, and the two-sided `p_value` of
-    "there is no difference". n queries at a time are resampled with replacement. The interval holds the middle 95% of the resampled differences
+    "there is no difference".
+
+    n queries at a time are resampled with replacement. The interval holds the middle 95% of the resampled differences
     (percentile bootstrap). The p-value is how often a resampled difference is as far from the observed one
     as that is from zero: the bootstrap's distribution shifted to the null hypothesis (Efron and Tibshirani 1993,
     chapter 16), with one added to both counts, so that it is never 0.

@@ -1,8 +1,8 @@
 """The tables of an evaluation: its sets, and against earlier results query by query.
 
 A row is what the JSON holds of it: name, split, queries, documents, metrics, and either the file of one set or the
-`parts` that it is the mean of. An earlier result is a record of one set or a table of several; only results on the same data are compared. Nothing is
-encoded or searched here.
+`parts` that it is the mean of. An earlier result is a record of one set or a table of several; only results on the same
+data are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Search for texts with a model, behind BEIR's interface: `EvaluateRetrieval(FaissSearcher(model))`.
+"""Search for texts with a model, behind BEIR's interface: `EvaluateRetrieval(FaissSearcher(model))`; or by BM25.
 
 `FaissSearcher` joins `encode` and `index`. No metric is computed and no file written here, and beir is not imported.
 """
@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from contaccum.errors import DataError
+import numpy as np
+
+from contaccum.errors import ConfigError, DataError
 from contaccum.retrieval.encode import encode_corpus, encode_queries, metric_of
 from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
 
@@ -89,3 +92,27 @@ class FaissSearcher:
         result = function(*args, **kwargs)
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
         return result
+
+
+def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = False) -> Iterator[np.ndarray]:
+    """For each query the scores of all n passages, float32 (n,), by bm25s (Lucene's variant, DPR's k1 and b).
+
+    Words are of two letters or more, in lower case; a score is 0 where no word of the query occurs.
+
+    Raises:
+        ConfigError: bm25s is not installed.
+        DataError: no passage has a word.
+    """
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
+
+    words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
+    words = words_of(passages)
+    if not any(words):
+        raise DataError("no passage has a word of two letters for BM25 to find")
+    index = bm25s.BM25(k1=0.9, b=0.4)
+    index.index(words, show_progress=show_progress)
+    for query in words_of(queries):
+        yield index.get_scores(query) if query else np.zeros(len(words), dtype=np.float32)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 from mining_files import write_beir_data, write_pairs
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
 from contaccum.cli import main
 from contaccum.data import load_training_data
@@ -38,13 +36,6 @@ def test_mined_triplets_train_and_the_report_names_what_they_came_from(tiny_mode
     known = {(row["query"], row["positive"]) for row in load_training_data(pairs).dataset}
     mined = {(line["query"], negative) for line in map(json.loads, output.open()) for negative in line["negatives"]}
     assert len(data.dataset) == 40 and mined and not known & mined
-
-
-def test_a_static_model_that_has_no_maximal_length_mines_too(tiny_tokenizer, pairs, tmp_path):
-    static = StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=16)
-    SentenceTransformer(modules=[static], device="cpu").save_pretrained(str(tmp_path / "static"))
-    output = tmp_path / "hard.jsonl"
-    assert mine(tmp_path / "static", "--data", pairs, "--output", output, "--device", "cpu") == 0
 
 
 def test_bm25_mines_without_a_model(tmp_path):

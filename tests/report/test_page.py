@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import build_page, line_panel, log_panels, to_svg
+from contaccum.report.page import build_page, line_panel, to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,14 +116,6 @@ def test_lines_are_means_over_seeds_with_a_band_as_far_as_all_runs_last() -> Non
     assert (mean.get_color(), other.get_color()) == ("C1", "C2")  # as the page's legend has them
     (band,) = axes.collections
     assert {tuple(point) for point in band.get_paths()[0].vertices} == {(0, 0), (0, 1), (10, 1), (10, 2)}
-
-
-def test_logs_are_drawn_by_what_they_hold_and_what_is_no_number_is_left_out() -> None:
-    log = [{"update": n, "loss": value, "bank_age": None} for n, value in enumerate([3.0, None, 1.0])]
-    (panel,) = log_panels({"a": [log]})
-    axes = Figure().subplots()
-    panel.draw(axes)
-    assert panel.title == "loss" and axes.lines[0].get_xydata().tolist() == [[0, 3.0], [2, 1.0]]
 
 
 def test_svg_has_the_pages_ink_escaped_texts_and_ids_of_its_own() -> None:

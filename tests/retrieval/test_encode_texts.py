@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
 from contaccum.encoders import set_max_lengths
@@ -50,16 +49,6 @@ def test_a_model_in_training_stays_in_training_and_equal_texts_get_equal_embeddi
     found = encode_texts(model, [*TEXTS, *TEXTS], batch_size=2)
     assert model.training and model[0].training and torch.equal(torch.get_rng_state(), before)
     np.testing.assert_array_equal(found[: len(TEXTS)], found[len(TEXTS) :])
-
-
-def test_a_model_without_a_transformer_and_nothing_to_encode():
-    from sentence_transformers.sentence_transformer.modules import BoW
-
-    model = SentenceTransformer(modules=[BoW(vocab=["cat", "dog"])], device="cpu")
-    np.testing.assert_allclose(
-        encode_texts(model, ["cat dog cat", "dog"]), model.encode_document(["cat dog cat", "dog"])
-    )
-    assert encode_texts(model, []).shape == (0, 2)
 
 
 def test_a_broken_model_is_reported_not_searched(model):

@@ -155,7 +155,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 from contaccum import files
-from contaccum.retrieval import store
 from contaccum.retrieval.store import StoreWriter
 
 def fill(folder, kill_at):
@@ -170,7 +169,7 @@ def fill(folder, kill_at):
             return function(*args, **kwargs)
         return call
     files._flush = lambda path: None  # what is in the page cache outlives a process
-    store.git_commit = lambda: None
+    files.git_commit = lambda: None
     for module, name in [(os, "replace"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (np, "save")]:
         setattr(module, name, counted(getattr(module, name)))
     writer = StoreWriter(folder, {"dtype": "float32", "shard_size": 3})
