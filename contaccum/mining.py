@@ -252,7 +252,7 @@ def mine_hard_negatives(
     cross_encoder: Any = None,
     similarity: Literal["cos", "dot"] | None = None,
     batch_size: int = 32,
-    autocast_dtype: str | None = None,
+    precision: str = "float32",
     show_progress: bool = True,
     **rules: Any,
 ) -> MinedNegatives:
@@ -265,7 +265,7 @@ def mine_hard_negatives(
         model: a SentenceTransformer; None for BM25, where there is none yet that is worth asking.
         cross_encoder: see `load_cross_encoder`; its margin is 3.0, if it is not given.
         similarity: "cos" or "dot"; None is the model's own.
-        batch_size, autocast_dtype: see `encode_texts`.
+        batch_size, precision: see `encode_texts`.
         rules: fields of `SelectionRules`, by name.
 
     Raises:
@@ -283,8 +283,8 @@ def mine_hard_negatives(
         found = _search_bm25(data, k, show_progress)
     else:
         metric = metric_of(model, similarity)
-        settings |= {"method": "dense", "similarity": metric, "precision": autocast_dtype or "float32"}
-        encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress}
+        settings |= {"method": "dense", "similarity": metric, "precision": precision}
+        encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress}
         found = _search_dense(data, model, k, metric, encoding)
     shape, rng = (len(data.queries), checked.num_negatives), np.random.default_rng(checked.seed)
     mined = MinedNegatives(data, settings, np.full(shape, -1), np.full(shape, -np.inf, dtype=np.float32), [])

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import MODEL, Parser, autocast_dtype, load_model, positive
+from contaccum.cli.options import MODEL, Parser, load_model, positive
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     def encode(texts: list[str]) -> Any:
         nonlocal encoded
         encoded += len(texts)
-        return encode_texts(model, texts, args.kind, args.batch_size, autocast_dtype(args), not hidden)
+        return encode_texts(model, texts, args.kind, args.batch_size, args.precision, not hidden)
 
     total = None if hidden or args.kind == "query" else count_roughly(args.corpus)
     texts = read_texts(args.corpus, args.kind, report)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from contaccum.cli.options import MODEL, Parser, autocast_dtype, load_model
+from contaccum.cli.options import MODEL, Parser, load_model
 from contaccum.errors import ConfigError
 from contaccum.files import git_commit, package_versions
 
@@ -39,9 +39,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-    search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size")}
-    search |= {"autocast_dtype": autocast_dtype(args), "show_progress": not args.no_progress}
-    mined = mining.mine_hard_negatives(data, model, cross_encoder=cross_encoder, **search, **rules)
+    search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size", "precision")}
+    search |= {"cross_encoder": cross_encoder, "show_progress": not args.no_progress}
+    mined = mining.mine_hard_negatives(data, model, **search, **rules)
     written = mining.write_mined(mined, args.output, args.output_format, record)
     counts = mined.record()
     few = f"{counts['queries_with_too_few']} of {counts['queries']} queries"

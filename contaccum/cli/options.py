@@ -76,12 +76,7 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     return model
 
 
-def autocast_dtype(args: argparse.Namespace) -> str | None:
-    """``--precision`` as encoding takes it: None for float32."""
-    return None if args.precision == "float32" else args.precision
-
-
 def search_settings(args: argparse.Namespace) -> dict[str, Any]:
     """How the commands that search in memory do it, as `contaccum.evaluation.beir.search` takes it."""
-    names = ("index", "index_parameters", "batch_size", "similarity")
-    return {name: getattr(args, name) for name in names} | {"autocast_dtype": autocast_dtype(args)}
+    names = ("index", "index_parameters", "batch_size", "similarity", "precision")
+    return {name: getattr(args, name) for name in names}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import MODEL, Parser, autocast_dtype, load_model, positive
+from contaccum.cli.options import MODEL, Parser, load_model, positive
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import git_commit, package_versions, require_writable, write_json, write_text
 
@@ -84,7 +84,7 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     print(report.summary())
     model = load_model(args.model, args)
     check(model_fingerprint(model), "query")
-    settings = (args.batch_size, autocast_dtype(args), not args.no_progress)
+    settings = (args.batch_size, args.precision, not args.no_progress)
     return list(texts), encode_texts(model, list(texts.values()), "query", *settings)
 
 

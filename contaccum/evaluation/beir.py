@@ -117,7 +117,7 @@ def plan_search(
     index_parameters: str | None = None,
     batch_size: int = 32,
     similarity: Literal["cos", "dot"] | None = None,
-    autocast_dtype: str | None = None,
+    precision: str = "float32",
 ) -> dict[str, Any]:
     """What decides the scores of a search of so many documents, as far as a result's record says it before the search.
 
@@ -125,7 +125,7 @@ def plan_search(
         index, index_parameters: see `build_index`; "Flat" is exact.
         batch_size: texts encoded at once.
         similarity: None is the model's own (`similarity_fn_name`, cosine where it says nothing).
-        autocast_dtype: None for float32, "bfloat16" or "float16".
+        precision: "float32", or "bfloat16" or "float16" for autocast.
 
     Raises:
         ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
@@ -143,7 +143,7 @@ def plan_search(
         "model": {"fingerprint": model_fingerprint(model), "similarity": metric},
         "tokenisation": tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
-        "precision": autocast_dtype or "float32",
+        "precision": precision,
     }
 
 

@@ -66,7 +66,7 @@ def encode_texts(
     texts: Sequence[str],
     kind: Kind = "document",
     batch_size: int = 32,
-    autocast_dtype: str | None = None,
+    precision: str = "float32",
     show_progress: bool = False,
 ) -> np.ndarray:
     """Embed k texts with a SentenceTransformer by `encode_query` or `encode_document`: float32 (k, d).
@@ -74,7 +74,7 @@ def encode_texts(
     Equal texts have equal embeddings to the last bit. On a CPU a batch holds at most 8 texts, which is faster.
 
     Args:
-        autocast_dtype: None, "bfloat16" or "float16".
+        precision: "bfloat16" or "float16" for autocast; "float32" leaves what is in force.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -87,14 +87,14 @@ def encode_texts(
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
     was_training = model.training
     try:
-        with _autocast(model.device.type, autocast_dtype):
+        with _autocast(model.device.type, precision):
             embeddings = np.asarray(encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32)
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
         model.train(was_training)
     finite = np.isfinite(embeddings).all(axis=1)
     if not finite.all():
-        mend = " (try it without autocast)" if autocast_dtype else ""
+        mend = " (try it without autocast)" if precision != "float32" else ""
         raise UserError(f"the model gives NaN or infinity for the {kind} {unique[int(finite.argmin())][:60]!r}{mend}")
     if len(unique) == len(texts):
         return embeddings
@@ -106,7 +106,7 @@ def encode_queries(model: Any, queries: Sequence[str], **settings: Any) -> np.nd
     """Queries to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_queries`).
 
     Args:
-        settings: `batch_size`, `autocast_dtype` and `show_progress` of `encode_texts`.
+        settings: `batch_size`, `precision` and `show_progress` of `encode_texts`.
     """
     if hasattr(model, "encode_query"):
         return encode_texts(model, queries, "query", **settings)
@@ -122,19 +122,19 @@ def encode_corpus(model: Any, documents: Sequence[Mapping[str, str]], **settings
 
 
 def _encode_as_beir(
-    encode: Any, items: Any, batch_size: int = 32, autocast_dtype: str | None = None, show_progress: bool = False
+    encode: Any, items: Any, batch_size: int = 32, precision: str = "float32", show_progress: bool = False
 ) -> np.ndarray:
-    with _autocast("cuda" if torch.cuda.is_available() else "cpu", autocast_dtype):
+    with _autocast("cuda" if torch.cuda.is_available() else "cpu", precision):
         found = encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
     # Some answer with a list of tensors all the same.
     found = torch.stack(list(found)) if isinstance(found, (list, tuple)) else torch.as_tensor(found)
     return found.detach().float().cpu().numpy()
 
 
-def _autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:
-    """Autocast to a type, or, for None, what is in force already: a trainer's own autocast stays."""
-    check_choice("autocast_dtype", dtype, (None, "bfloat16", "float16"))
-    return nullcontext() if dtype is None else torch.autocast(device, getattr(torch, dtype))
+def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
+    """Autocast to a type, or, for float32, what is in force already: a trainer's own autocast stays."""
+    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
+    return nullcontext() if precision == "float32" else torch.autocast(device, getattr(torch, precision))
 
 
 # What identifies them ------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class FaissSearcher:
         model: a SentenceTransformer (see `encode_texts`), or any object with `encode_queries` and `encode_corpus` as
             BEIR calls them. It stays on the device it is on.
         index, index_parameters: see `build_index`; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
-        batch_size, autocast_dtype: see `encode_texts`.
+        batch_size, precision: see `encode_texts`.
 
     Attributes:
         timing: of the last search, seconds per stage.
@@ -40,11 +40,11 @@ class FaissSearcher:
         batch_size: int = 32,
         index: str = "Flat",
         index_parameters: str | None = None,
-        autocast_dtype: str | None = None,
+        precision: str = "float32",
         show_progress_bar: bool = True,
     ) -> None:
         self.model, self.index, self.index_parameters = model, index, index_parameters
-        self.encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress_bar}
+        self.encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress_bar}
         self.timing: dict[str, float] = {}
         self.last_index: DenseIndex | None = None
         self.recall: dict[str, Any] | None = None

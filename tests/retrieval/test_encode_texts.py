@@ -61,7 +61,7 @@ def test_a_broken_model_is_reported_not_searched(model):
 
 def test_settings_out_of_range_are_refused(model):
     with pytest.raises(ConfigError, match="fp16"):
-        encode_texts(model, TEXTS, autocast_dtype="fp16")
+        encode_texts(model, TEXTS, precision="fp16")
     with pytest.raises(ConfigError, match=r"the similarity must be one of .* got 'euclidean'"):
         metric_of(model, "euclidean")
     model.similarity_fn_name = "manhattan"
