@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contaccum.comparison.plan import Plan, make_plan, read_entries, read_grid, read_options
+from contaccum.comparison.plan import Plan, make_plan, read_options
 from contaccum.comparison.report import METRICS, build_report, markdown, table_rows
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 
@@ -53,8 +53,8 @@ def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def planned(tokens: list[str], grid: list[str], baseline: str | None = None) -> Plan:
-    entries = read_entries(["grad_accum", "contaccum"], [["published", "drift_compensation=none"]])
-    return make_plan(read_options([], tokens), entries, read_grid(grid), [0, 1], baseline)
+    variants = [["published", "drift_compensation=none"]]
+    return make_plan(read_options([], tokens), ["grad_accum", "contaccum"], variants, grid, [0, 1], baseline)
 
 
 @pytest.fixture(scope="module")
