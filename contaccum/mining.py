@@ -27,11 +27,9 @@ from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval.encode import Metric, encode_texts, metric_of
 from contaccum.retrieval.index import build_index, prepared, search
-from contaccum.retrieval.searcher import BM25Index
+from contaccum.retrieval.searcher import bm25_scores
 
 OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
-
-_SPARE = 10  # candidates per wanted negative where a rule may drop some, as in sentence-transformers
 
 
 @dataclass(frozen=True)
@@ -171,6 +169,10 @@ def _names(passage: Passage) -> list[bytes | str]:
 # Mining --------------------------------------------------------------------------------------------------------------
 
 
+def _rule(default: Any, explained: str, kind: type = float, **more: Any) -> Any:
+    return field(default=default, metadata={"type": kind, "help": explained, **more})
+
+
 @dataclass(frozen=True)
 class SelectionRules:
     """What a negative must be like: sentence-transformers' rules by their names, and those of docs/mining.md.
@@ -179,16 +181,16 @@ class SelectionRules:
     `range_min`, with 10 `num_negatives` where a rule may drop candidates or sampling may choose.
     """
 
-    num_negatives: int = 3  # per query
-    range_min: int = 0  # skip so many of the closest of what the score rules leave
-    range_max: int | None = None  # no candidate beyond this rank; known positives have no rank
-    absolute_margin: float | None = None  # keep s <= p - margin
-    relative_margin: float | None = None  # keep s <= p - margin * abs(p)
-    max_score: float | None = None
-    min_score: float | None = None
-    cross_encoder_margin: float | None = None  # keep what it scores at least this far below the positives (logits)
-    sampling: Literal["top", "random"] = "top"
-    seed: int = 0  # of random sampling
+    num_negatives: int = _rule(3, "per query", int)
+    range_min: int = _rule(0, "skip so many of the closest of what the score rules leave", int)
+    range_max: int | None = _rule(None, "no candidate beyond this rank; known positives have no rank", int)
+    absolute_margin: float | None = _rule(None, "keep s <= p - margin")
+    relative_margin: float | None = _rule(None, "keep s <= p - margin * abs(p)")
+    max_score: float | None = _rule(None, "keep s <= max_score")
+    min_score: float | None = _rule(None, "keep s >= min_score")
+    cross_encoder_margin: float | None = _rule(None, "keep what it scores so far below the positives, in logits; 3.0")
+    sampling: Literal["top", "random"] = _rule("top", "the best, or some at random", str, choices=("top", "random"))
+    seed: int = _rule(0, "of random sampling", int)
 
     def check(self, has_cross_encoder: bool) -> None:
         """Raise `ConfigError` for settings that cannot work together; cheap, before data or models are loaded."""
@@ -206,10 +208,10 @@ class SelectionRules:
     @property
     def depth(self) -> int:
         """How many candidates of a query, known positives apart, are considered."""
-        if self.range_max is not None:
-            return self.range_max
         plain = SelectionRules(self.num_negatives, self.range_min, seed=self.seed)
-        return self.range_min + self.num_negatives * (1 if self == plain else _SPARE)
+        # As in sentence-transformers: ten candidates per wanted negative where a rule may drop some.
+        most = self.range_min + self.num_negatives * (1 if self == plain else 10)
+        return most if self.range_max is None else self.range_max
 
 
 @dataclass
@@ -250,7 +252,7 @@ def mine_hard_negatives(
     cross_encoder: Any = None,
     similarity: Literal["cos", "dot"] | None = None,
     batch_size: int = 32,
-    autocast_dtype: str | None = None,
+    precision: str = "float32",
     show_progress: bool = True,
     **rules: Any,
 ) -> MinedNegatives:
@@ -263,7 +265,7 @@ def mine_hard_negatives(
         model: a SentenceTransformer; None for BM25, where there is none yet that is worth asking.
         cross_encoder: see `load_cross_encoder`; its margin is 3.0, if it is not given.
         similarity: "cos" or "dot"; None is the model's own.
-        batch_size, autocast_dtype: see `encode_texts`.
+        batch_size, precision: see `encode_texts`.
         rules: fields of `SelectionRules`, by name.
 
     Raises:
@@ -281,8 +283,8 @@ def mine_hard_negatives(
         found = _search_bm25(data, k, show_progress)
     else:
         metric = metric_of(model, similarity)
-        settings |= {"method": "dense", "similarity": metric, "precision": autocast_dtype or "float32"}
-        encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress}
+        settings |= {"method": "dense", "similarity": metric, "precision": precision}
+        encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress}
         found = _search_dense(data, model, k, metric, encoding)
     shape, rng = (len(data.queries), checked.num_negatives), np.random.default_rng(checked.seed)
     mined = MinedNegatives(data, settings, np.full(shape, -1), np.full(shape, -np.inf, dtype=np.float32), [])
@@ -300,10 +302,7 @@ def mine_hard_negatives(
     return mined
 
 
-_Found = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
-
-
-def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding: dict[str, Any]) -> _Found:
+def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding: dict[str, Any]) -> Iterator[Any]:
     """Of each query scores and rows (k,), best first, -1 for none, and the scores of its positives."""
     passages = encode_texts(model, [document.passage for document in data.documents], "document", **encoding)
     queries = prepared(encode_texts(model, data.queries, "query", **encoding), metric, "query embedding")
@@ -313,11 +312,10 @@ def _search_dense(data: MiningData, model: Any, k: int, metric: Metric, encoding
         yield scores[query], rows[query], of_positives
 
 
-def _search_bm25(data: MiningData, k: int, show_progress: bool) -> _Found:
+def _search_bm25(data: MiningData, k: int, show_progress: bool) -> Iterator[Any]:
     # Positives from outside the pool are part of the statistics, so that they have a score.
-    index = BM25Index([document.passage for document in data.documents], data.record["path"], show_progress)
-    for query, positives in zip(data.queries, data.positives, strict=True):
-        scores = index.scores(query)
+    scored = bm25_scores([document.passage for document in data.documents], data.queries, show_progress)
+    for scores, positives in zip(scored, data.positives, strict=True):
         rows = np.flatnonzero(scores[: data.pool_size] > 0)
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         yield scores[rows], rows, scores[positives]
@@ -422,28 +420,27 @@ def check_output(path: AnyPath, output_format: str) -> Path:
 def _lines_of(mined: MinedNegatives, query: int, output_format: str) -> Iterator[dict[str, Any]]:
     """What is written of one query: a line for each of its pairs, or one for all of its known positives."""
     data, text = mined.data, mined.data.queries[query]
-    of_positives = zip(data.positives[query], mined.positive_scores[query].tolist(), strict=True)
-    of_negatives = zip(mined.rows[query].tolist(), mined.scores[query].tolist(), strict=True)
-    positives = [(data.documents[row], score) for row, score in of_positives]
-    negatives = [(data.documents[row], score) for row, score in of_negatives if row >= 0]
-    if output_format in ("dpr", "tevatron"):
-        name = "passage_id" if output_format == "dpr" else "docid"
-        above, below = (
-            [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in part]
-            for part in (positives, negatives)
-        )
-        if output_format == "dpr":
-            contexts = {"positive_ctxs": above, "negative_ctxs": [], "hard_negative_ctxs": below}
-            yield {"question": text, "answers": [], **contexts}
-        else:
-            about = {"query_id": data.query_ids[query], "query": text}
-            yield {**about, "positive_passages": above, "negative_passages": below}
-        return
-    texts, scores = [passage.passage for passage, _ in negatives], [score for _, score in negatives]
-    for positive, score in positives[: data.pair_counts[query]]:
-        line = {"query": text, "positive": positive.passage}
-        if output_format == "pairs":
-            yield line | {"negatives": texts, "positive_score": score, "negative_scores": scores}
-        elif len(texts) == mined.rows.shape[1]:
-            columns = {f"negative_{number}": negative for number, negative in enumerate(texts, 1)}
-            yield line | columns | {"scores": [score, *scores]}
+
+    def scored(rows: Iterable[int], scores: np.ndarray) -> list[tuple[Passage, float]]:
+        return [(data.documents[row], score) for row, score in zip(rows, scores.tolist(), strict=True) if row >= 0]
+
+    def records(passages: list[tuple[Passage, float]], name: str) -> list[dict[str, Any]]:
+        return [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in passages]
+
+    positives = scored(data.positives[query], mined.positive_scores[query])
+    negatives = scored(mined.rows[query], mined.scores[query])
+    if output_format == "dpr":
+        contexts = {"positive_ctxs": records(positives, "passage_id"), "negative_ctxs": []}
+        yield {"question": text, "answers": [], **contexts, "hard_negative_ctxs": records(negatives, "passage_id")}
+    elif output_format == "tevatron":
+        line = {"query_id": data.query_ids[query], "query": text, "positive_passages": records(positives, "docid")}
+        yield {**line, "negative_passages": records(negatives, "docid")}
+    else:
+        texts, scores = [passage.passage for passage, _ in negatives], [score for _, score in negatives]
+        for positive, score in positives[: data.pair_counts[query]]:
+            line = {"query": text, "positive": positive.passage}
+            if output_format == "pairs":
+                yield line | {"negatives": texts, "positive_score": score, "negative_scores": scores}
+            elif len(texts) == mined.rows.shape[1]:
+                columns = {f"negative_{number}": negative for number, negative in enumerate(texts, 1)}
+                yield line | columns | {"scores": [score, *scores]}

@@ -111,16 +111,8 @@ def compare_indexes(args: argparse.Namespace, documents: np.ndarray, queries: np
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {
-        "rows": 200_000,
-        "dimension": 384,
-        "queries": 1000,
-        "k": 1000,
-        "clusters": 2000,
-        "repeats": 1,
-        "seed": 0,
-    }
-    for name, value in defaults.items():
+    defaults = {"rows": 200_000, "dimension": 384, "queries": 1000, "k": 1000, "clusters": 2000}
+    for name, value in {**defaults, "repeats": 1, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--spread", type=float, default=0.7, help="from a centre, over its length")
     parser.add_argument("--indexes", nargs="+", metavar="FACTORY[@PARAMETERS]", help="these instead of beir")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.mining import (
     OUTPUT_FORMATS,
     SelectionRules,
@@ -156,6 +159,31 @@ def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_ro
     assert mined.positive_scores[0] == 0
 
 
+def bm25_by_hand(query: str, documents: list[str], k1: float = 0.9, b: float = 0.4) -> np.ndarray:
+    counts = [Counter(re.findall(r"\w\w+", document.lower())) for document in documents]
+    mean = sum(map(Counter.total, counts)) / len(counts)
+    scores = np.zeros(len(documents))
+    for word in re.findall(r"\w\w+", query.lower()):
+        df = sum(word in count for count in counts)
+        idf = math.log(1 + (len(counts) - df + 0.5) / (df + 0.5))
+        scores += [idf * c[word] / (c[word] + k1 * (1 - b + b * c.total() / mean)) for c in counts]
+    return scores
+
+
+def test_bm25_scores_are_those_of_lucenes_formula(pairs, monkeypatch):
+    pytest.importorskip("bm25s")
+    mined = mine(None, pairs, num_negatives=30)
+    documents = [document.passage for document in mined.data.documents]
+    for query, rows, found in zip(mined.data.queries, mined.rows, mined.scores, strict=True):
+        there = rows[rows >= 0]
+        assert found[: len(there)] == pytest.approx(bm25_by_hand(query, documents)[there], rel=1e-5)
+    with pytest.raises(DataError, match="no passage has a word"):
+        mine(None, [{"query": "a cat", "positive": "a b"}])
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ConfigError, match=r"pip install 'contaccum\[mining\]'"):
+        mine(None, pairs)
+
+
 # A cross-encoder -----------------------------------------------------------------------------------------------------
 
 
@@ -179,19 +207,6 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(mode
         assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
         assert sampling == "random" or found == passing[:2]
         assert (np.diff(mined.scores[number][there]) <= 0).all()
-
-
-def test_a_cross_encoder_reads_no_more_than_it_takes_to_fill_up(model, pairs):
-    class Lenient:
-        read = 0
-
-        def predict(self, rows: list[Any], **settings: Any) -> np.ndarray:
-            self.read += len(rows)
-            return np.zeros(len(rows))
-
-    reader = Lenient()
-    mined = mine(model, pairs, cross_encoder=reader, cross_encoder_margin=0.0, range_max=30)
-    assert reader.read == 36 * 3 + 40 and (mined.rows >= 0).all()
 
 
 def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(

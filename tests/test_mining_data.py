@@ -6,7 +6,7 @@ import gzip
 import json
 
 import pytest
-from mining_files import write_beir, write_lines, write_pairs
+from mining_files import write_beir, write_lines
 
 from contaccum.errors import DataError
 from contaccum.mining import load_mining_data
@@ -89,12 +89,6 @@ def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
 def test_data_without_anything_to_mine_are_refused(tmp_path, judged, documents, message):
     with pytest.raises(DataError, match=message):
         load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, [("q0", *judged.split())]))
-
-
-def test_records_in_memory_give_what_their_file_gives(tmp_path):
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
-    from_file, data = load_mining_data(pairs), load_mining_data(map(json.loads, pairs.open()))
-    assert data == from_file and data.record["fingerprint"] == from_file.record["fingerprint"]
 
 
 def test_a_bad_record_is_named_or_left_out(tmp_path):

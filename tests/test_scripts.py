@@ -45,9 +45,7 @@ def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path
     assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
 
 
-def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(
-    run_script: Any, tiny_model_path: str, tmp_path: Path
-) -> None:
+def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(run_script, tiny_model_path, tmp_path):
     def made(name: str, *argv: Any) -> Any:
         run_script("eval/small_backbone.py", tiny_model_path, tmp_path / name, *argv)
         return AutoModel.from_pretrained(tmp_path / name)

@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     asked, rest = _parser().parse_known_args(argv[len(files) :])
 
-    from contaccum.comparison.plan import make_plan, read_entries, read_grid, read_options
+    from contaccum.comparison.plan import make_plan, read_options
     from contaccum.comparison.report import build_report, markdown
     from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs, unfinished
     from contaccum.report.page import comparison_panels, read_comparison, save_png
@@ -26,8 +26,7 @@ def run(argv: Sequence[str]) -> int:
     options = read_options(files, rest)
     if redact_record([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
         raise ConfigError("a credential among the options, which are written down: put it into the environment")
-    entries = read_entries(asked.methods, asked.variant)
-    plan = make_plan(options, entries, read_grid(asked.grid), asked.seeds, asked.baseline)
+    plan = make_plan(options, asked.methods, asked.variant, asked.grid, asked.seeds, asked.baseline)
     evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
     sets = about_sets(evaluation)
     output = asked.output_dir

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
+from contaccum.cli.options import MODEL, Parser, load_model, positive
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     def encode(texts: list[str]) -> Any:
         nonlocal encoded
         encoded += len(texts)
-        return encode_texts(model, texts, args.kind, args.batch_size, autocast_dtype(args), not hidden)
+        return encode_texts(model, texts, args.kind, args.batch_size, args.precision, not hidden)
 
     total = None if hidden or args.kind == "query" else count_roughly(args.corpus)
     texts = read_texts(args.corpus, args.kind, report)
@@ -72,16 +72,14 @@ def _processes(args: argparse.Namespace) -> Any:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("encode", "Encode a corpus of any size into a memory-mapped store of embeddings.")
+    what = "Encode a corpus of any size into a memory-mapped store of embeddings."
+    parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a name on the model hub")
     forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
     add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
-    parser.add_shared("output")
     add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
     add("--dtype", choices=("float32", "float16"), default="float32", help="of the store")
     add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
     add("--overwrite", action="store_true", help="start anew where another store lies")
-    parser.add_shared("precision", "batch_size", "query_max_length", "passage_max_length", "on_bad_record")
-    parser.add_shared("device", "no_progress", "trust_remote_code")
     return parser.parse(argv)

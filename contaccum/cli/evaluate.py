@@ -20,7 +20,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     table as out.json. The tables to read are out.md, and comparisons out.compare.json. Raises `UserError` for every
     mistake in the arguments, the data or the model.
     """
-    parser = Parser("evaluate", "Score a model on BEIR data with FAISS.")
+    parser = Parser("evaluate", "Score a model on BEIR data with FAISS.", *SEARCH)
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="SET", help="BEIR folders, names of public sets, or beir for all")
     add("--split", help="default: test, and dev for msmarco")
@@ -65,8 +65,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     rows = tables.table_rows(sets, records)
     comparisons = [tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()]
-    parts = [tables.sets_table(rows, shown), tables.published_table(rows), *map(tables.comparison_table, comparisons)]
-    text = "\n\n".join(filter(None, parts))
+    parts = [tables.sets_table(rows, shown), *map(tables.comparison_table, comparisons)]
+    text = "\n\n".join(parts)
     if len(sets) > 1:
         about = {key: records[0][key] for key in ("model", "tokenisation", "precision", "versions", "git_commit")}
         about |= {"search": {"index": args.index, "k": max(args.k_values)}, "shown": shown, "sets": rows}
@@ -88,7 +88,6 @@ def parse_scoring(parser: Parser, argv: Sequence[str] | None, output: Path, k_va
     add("--run", type=Path, metavar="RUN.trec", help="score this run instead of searching with a MODEL")
     add("--output", default=output, type=Path, metavar="OUT.json", help="and OUT.NAME.json of several sets")
     add("--k_values", nargs="+", type=int, default=k_values, metavar="K", help="cut-offs of the metrics")
-    parser.add_shared(*SEARCH)
     args = parser.parse(argv)
     args.k_values = check_k_values(args.k_values)
     if (args.model is None) == (args.run is None):

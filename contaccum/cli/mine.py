@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
+from contaccum.cli.options import MODEL, Parser, load_model
 from contaccum.errors import ConfigError
 from contaccum.files import git_commit, package_versions
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data or the models, and writes nothing."""
-    args = _parser().parse(argv)
-    if (args.model is None) != (args.method == "bm25"):
-        raise ConfigError("method dense needs a MODEL, and bm25 uses none: leave it out")
     from contaccum import mining
     from contaccum.data import parse_columns
-    from contaccum.retrieval.encode import model_fingerprint, tokenisation_contract
+    from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
+    args = _parser(mining).parse(argv)
+    if (args.model is None) != (args.method == "bm25"):
+        raise ConfigError("method dense needs a MODEL, and bm25 uses none: leave it out")
     given = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     rules: Any = {name: value for name, value in given.items() if value is not None}
     mining.SelectionRules(**rules).check(args.cross_encoder is not None)
@@ -34,14 +34,14 @@ def run(argv: Sequence[str] | None = None) -> int:
         cross_encoder = mining.load_cross_encoder(cross_encoder, args.device, args.trust_remote_code)
     record = {
         "model": {"name": args.model, "fingerprint": model_fingerprint(model)},
-        "tokenisation": tokenisation_contract(model),
+        "tokenisation": tokenisation_fingerprint(model),
         "cross_encoder": {"name": args.cross_encoder, "fingerprint": model_fingerprint(cross_encoder)},
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-    search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size")}
-    search |= {"autocast_dtype": autocast_dtype(args), "show_progress": not args.no_progress}
-    mined = mining.mine_hard_negatives(data, model, cross_encoder=cross_encoder, **search, **rules)
+    search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size", "precision")}
+    search |= {"cross_encoder": cross_encoder, "show_progress": not args.no_progress}
+    mined = mining.mine_hard_negatives(data, model, **search, **rules)
     written = mining.write_mined(mined, args.output, args.output_format, record)
     counts = mined.record()
     few = f"{counts['queries_with_too_few']} of {counts['queries']} queries"
@@ -50,30 +50,19 @@ def run(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def _parser(mining: Any) -> Parser:
     what = "Find hard negatives for training data: passages that score high and are not known to be relevant."
-    parser = Parser("mine", what)
+    parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub; none for --method bm25")
     add("--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md")
     add("--corpus", metavar="PATH", help="mine in these passages instead of the data's own; see contaccum encode")
-    parser.add_shared("output")
     add("--data_format", help="default: sniffed")
     add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
     add("--split", default="train", help="the qrels split of a BEIR folder")
-    add("--output_format", choices=("pairs", "dpr", "tevatron", "ntuples"), default="pairs")
-    add("--num_negatives", type=positive, default=3, metavar="N", help="negatives per query")
-    add("--range_min", type=int, default=0, metavar="RANK", help="skip this many of the closest")
-    add("--range_max", type=int, metavar="RANK", help="consider no candidate beyond this rank")
-    add("--absolute_margin", type=float, metavar="X", help="at least this far below the positive")
-    add("--relative_margin", type=float, metavar="X", help="0.05: at most 95 %% of the positive's score")
-    add("--max_score", type=float, metavar="X")
-    add("--min_score", type=float, metavar="X")
-    add("--sampling", choices=("top", "random"), default="top")
-    add("--seed", type=int, default=0, help="of --sampling random")
+    add("--output_format", choices=mining.OUTPUT_FORMATS, default="pairs")
     add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder")
-    add("--cross_encoder_margin", type=float, metavar="X", help="keep those this far below the positive; default: 3.0")
     add("--method", choices=("dense", "bm25"), default="dense")
-    parser.add_shared("similarity", "precision", "batch_size", "query_max_length", "passage_max_length")
-    parser.add_shared("on_bad_record", "device", "no_progress", "trust_remote_code")
+    for rule in fields(mining.SelectionRules):
+        add(f"--{rule.name}", default=rule.default, **rule.metadata)
     return parser

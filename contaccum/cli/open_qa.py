@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from contaccum.cli.evaluate import parse_scoring
-from contaccum.cli.options import Parser, load_model, search_settings
+from contaccum.cli.options import SEARCH, Parser, load_model, search_settings
 from contaccum.files import fingerprint
 
 
@@ -16,7 +16,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     Raises `UserError` for every mistake in the arguments, the data or the model.
     """
-    parser = Parser("open_qa", "Score passage retrieval for questions by answer match, as DPR does.")
+    parser = Parser("open_qa", "Score passage retrieval for questions by answer match, as DPR does.", *SEARCH)
     add = parser.add_argument
     add("--questions", type=Path, required=True, metavar="FILE", help="DPR's .qa.csv, jsonl or json with answers")
     add("--passages", type=Path, required=True, metavar="FILE", help="psgs_w100.tsv, jsonl or a BEIR folder")

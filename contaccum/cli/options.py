@@ -13,10 +13,12 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, which is raised, and names the closest option."""
+    """Has options of :data:`SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
 
-    def __init__(self, command: str, description: str, **kwargs: Any) -> None:
-        super().__init__(prog=f"contaccum {command}", description=description, allow_abbrev=False, **kwargs)
+    def __init__(self, command: str, description: str, *shared: str, usage: str | None = None) -> None:
+        super().__init__(f"contaccum {command}", usage, description, allow_abbrev=False)
+        for name in shared:
+            self.add_argument(f"--{name}", **SHARED[name])
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -29,11 +31,6 @@ class Parser(argparse.ArgumentParser):
             hint = closest(unknown[0].split("=")[0].replace("-", "_"), [x.replace("-", "_") for x in options])
             raise ConfigError(f"unknown argument {unknown[0]!r}{hint.replace('__', '--')} (see {self.prog} --help)")
         return parsed
-
-    def add_shared(self, *names: str) -> None:
-        """Add options of :data:`SHARED` by name, in this order."""
-        for name in names:
-            self.add_argument(f"--{name}", **SHARED[name])
 
 
 def positive(text: str) -> int:
@@ -58,8 +55,9 @@ SHARED: dict[str, dict[str, Any]] = {
     "output": {"type": Path, "required": True, "metavar": "PATH", "help": "what to write"},
 }
 
-SEARCH: tuple[str, ...] = ("index", "index_parameters", "similarity", "batch_size", "precision", "query_max_length")
-SEARCH += ("passage_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+MODEL = ("batch_size", "precision", "query_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+"""The options of every command that encodes."""
+SEARCH = ("index", "index_parameters", "similarity", "passage_max_length", *MODEL)
 """The options of the commands that encode and search in memory."""
 
 
@@ -78,12 +76,7 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     return model
 
 
-def autocast_dtype(args: argparse.Namespace) -> str | None:
-    """``--precision`` as encoding takes it: None for float32."""
-    return None if args.precision == "float32" else args.precision
-
-
 def search_settings(args: argparse.Namespace) -> dict[str, Any]:
     """How the commands that search in memory do it, as `contaccum.evaluation.beir.search` takes it."""
-    names = ("index", "index_parameters", "batch_size", "similarity")
-    return {name: getattr(args, name) for name in names} | {"autocast_dtype": autocast_dtype(args)}
+    names = ("index", "index_parameters", "batch_size", "similarity", "precision")
+    return {name: getattr(args, name) for name in names}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import Parser, autocast_dtype, load_model, positive
+from contaccum.cli.options import MODEL, Parser, load_model, positive
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import git_commit, package_versions, require_writable, write_json, write_text
 
@@ -20,42 +20,40 @@ from contaccum.files import git_commit, package_versions, require_writable, writ
 def run(argv: Sequence[str] | None = None) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model, the store or the index."""
     args = _parse(argv)
-    from contaccum.retrieval.index import build_index, check_factory, open_index, recall_against_exact, search
+    from contaccum.evaluation.results import trec_lines
+    from contaccum.retrieval import index as faiss_index
     from contaccum.retrieval.store import EmbeddingStore
 
-    record_path = args.output.with_suffix(".json")
-    require_writable(record_path)
+    require_writable(args.output)
     store = EmbeddingStore.open(args.store)
-    metric = args.similarity or store.similarity
-    check_factory(args.index, store.shape[1], len(store), metric, args.index_parameters)
-    ids, queries = _queries(args, store)
-
-    started = time.perf_counter()
+    how = {"factory": args.index, "metric": args.similarity or store.similarity, "parameters": args.index_parameters}
+    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **how)
+    names, queries = _queries(args, store)
     if args.index_file:
-        index = open_index(args.index_file, store, args.index, metric, args.index_parameters)
+        index = faiss_index.open_index(args.index_file, store, **how)
     else:
-        index = build_index(store, args.index, metric, parameters=args.index_parameters)
-    ready = time.perf_counter()
-    scores, rows = search(index, queries, args.top_k, show_progress=not args.no_progress)
-    seconds = time.perf_counter() - ready
-    recall = recall_against_exact(index, queries, rows)
+        index = faiss_index.build_index(store, **how)
+    started = time.perf_counter()
+    scores, rows = faiss_index.search(index, queries, args.top_k, show_progress=not args.no_progress)
+    seconds = time.perf_counter() - started
 
-    write_text(args.output, _lines(ids, store, scores, rows))
+    found = (store.ids(line[line >= 0]) for line in rows)  # rows that are not there come last
+    hits = (dict(zip(ids, line.tolist(), strict=False)) for ids, line in zip(found, scores, strict=True))
+    write_text(args.output, trec_lines(zip(names, hits, strict=True), "contaccum"))
     about = {"index": index.factory, "index_parameters": index.parameters, "k": rows.shape[1], "gpus": index.gpus}
+    about |= {"index_file": args.index_file and str(args.index_file), "seconds": seconds}
+    about["recall"] = faiss_index.recall_against_exact(index, queries, rows)
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
-        "model": {"name": str(args.model or store.about.get("model_name")), "similarity": metric},
-        "queries": {"path": str(args.queries), "count": len(ids)},
-        "search": about | {"index_file": args.index_file and str(args.index_file), "recall": recall},
-        "timing": {"index_seconds": ready - started, "search_seconds": seconds},
+        "model": {"name": store.about.get("model_name"), "similarity": index.metric},
+        "queries": {"path": str(args.queries), "count": len(names)},
+        "search": about,
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-    write_json(record_path, record)
-    print(f"{len(ids):,} queries over {len(store):,} rows, {len(ids) / max(seconds, 1e-9):,.0f} a second")
-    if recall:
-        print("against exact search:", ", ".join(f"{name} {value:.4g}" for name, value in recall.items()))
-    print("written:", args.output, record_path)
+    write_json(args.output.with_suffix(".json"), record)
+    print(f"{len(names):,} queries over {len(store):,} rows in {seconds:,.1f} s; recall: {about['recall'] or 'exact'}")
+    print(f"written: {args.output}, and a record beside it")
     return 0
 
 
@@ -65,9 +63,16 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
     from contaccum.retrieval.store import ABOUT, EmbeddingStore
 
+    def check(model: str | None, kind: str) -> None:
+        if (store.about["kind"], kind) != ("document", "query"):
+            raise DataError(f"{args.store}: of {store.about['kind']}s, {args.queries}: of {kind}s (see encode --kind)")
+        if model != store.about["model"]:
+            name = store.about.get("model_name")
+            raise DataError(f"{args.store}: was encoded by another model, {name}: use that one, or encode again")
+
     if (args.queries / ABOUT).is_file():
         encoded = EmbeddingStore.open(args.queries)
-        _check_model(args, store, encoded.about["model"], encoded.about["kind"])
+        check(encoded.about["model"], encoded.about["kind"])
         return encoded.ids(range(len(encoded))), encoded[:]
     if args.model is None:
         raise ConfigError("name a MODEL to encode the queries with, or give a store of encoded queries to --queries")
@@ -78,29 +83,15 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
         texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
     print(report.summary())
     model = load_model(args.model, args)
-    _check_model(args, store, model_fingerprint(model), "query")
-    settings = (args.batch_size, autocast_dtype(args), not args.no_progress)
+    check(model_fingerprint(model), "query")
+    settings = (args.batch_size, args.precision, not args.no_progress)
     return list(texts), encode_texts(model, list(texts.values()), "query", *settings)
 
 
-def _check_model(args: argparse.Namespace, store: Any, model: str | None, kind: str) -> None:
-    if (store.about["kind"], kind) != ("document", "query"):
-        raise DataError(f"{args.store}: of {store.about['kind']}s, {args.queries}: of {kind}s (see encode --kind)")
-    if model != store.about["model"]:
-        name = store.about.get("model_name")
-        raise DataError(f"{args.store}: was encoded by another model, {name}: use that one, or encode again")
-
-
-def _lines(queries: list[str], store: Any, scores: Any, rows: Any) -> Iterator[str]:
-    from contaccum.evaluation.results import trec_lines
-
-    for query, of_query, hits in zip(queries, rows, scores, strict=True):
-        found = store.ids(of_query[of_query >= 0])
-        yield from trec_lines({query: dict(zip(found, hits.tolist(), strict=False))}, "contaccum")
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("search", "Search a store that contaccum encode wrote, and write a run in TREC's format.")
+    what = "Search a store that contaccum encode wrote, and write a run in TREC's format."
+    parser = Parser("search", what, "index", "index_parameters", "similarity", *MODEL)
+    parser.set_defaults(passage_max_length=None)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="that wrote the store; none where --queries is a store too")
     add("--store", type=Path, required=True, metavar="FOLDER", help="documents that contaccum encode wrote")
@@ -109,11 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--split", help="of a BEIR folder the queries that this split judges, not all")
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help="and RUN.json beside it")
     add("--top_k", type=positive, default=100, metavar="K", help="documents per query")
-    parser.add_shared("index", "index_parameters")
     add("--index_file", type=Path, metavar="PATH", help="map this index; where there is none, build it and write it")
-    parser.add_shared("similarity", "batch_size", "precision", "query_max_length", "on_bad_record")
-    parser.add_shared("device", "no_progress", "trust_remote_code")
-    parser.set_defaults(passage_max_length=None)
     args = parser.parse(argv)
     if args.output.suffix != ".trec":
         raise ConfigError(f"{args.output}: the output is a run in TREC's format; end its name in .trec")

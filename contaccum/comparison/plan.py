@@ -78,23 +78,52 @@ def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[s
     return kept | _by_key(given)
 
 
-def read_grid(given: Sequence[str]) -> dict[str, list[str]]:
-    """``key=value,value`` to key -> values as text."""
-    grid: dict[str, list[str]] = {}
-    for text in given:
-        key, _, values = text.partition("=")
-        grid[key] = list(dict.fromkeys(values.split(",")))
-        if not all(grid[key]):
-            raise ConfigError(f"--grid {text}: write key=value,value")
-    return grid
+def make_plan(
+    options: Options,
+    methods: Sequence[str],
+    variants: Sequence[Sequence[str]],
+    grid: Sequence[str],
+    seeds: Sequence[int],
+    baseline: str | None = None,
+) -> Plan:
+    """Work out the runs and check each one's arguments.
 
-
-def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[Entry]:
-    """The methods, then the variants, each ``[NAME, key=value, ...]``; a variant that names no method is contaccum.
+    Args:
+        options: as :func:`read_options` gives them.
+        variants: each ``[NAME, key=value, ...]``; one that names no method is contaccum.
+        grid: ``key=value,value``.
+        baseline: the entry that the others are compared with; None: grad_accum, or else the first.
 
     Raises:
-        ConfigError: an unknown method, or a name that is taken.
+        ConfigError: arguments that the trainer would refuse, or that a comparison sets itself; an unknown method.
     """
+    entries = _entries(methods, variants)
+    values = {key: list(dict.fromkeys(text.split(","))) for key, _, text in (one.partition("=") for one in grid)}
+    for key, texts in values.items():
+        if not all(texts):
+            raise ConfigError(f"--grid {key}: write key=value,value")
+    for key in itertools.chain(options, values, *(entry.overrides for entry in entries)):
+        if key in _SET_BY_COMPARE:
+            mend = "use --methods, --seeds, --eval_updates and --output_dir"
+            raise ConfigError(f"{key}: a comparison sets it for each of its runs; {mend}")
+    names = [entry.name for entry in entries]
+    baseline = baseline or ("grad_accum" if "grad_accum" in names else names[0])
+    check_choice("--baseline", baseline, names)
+    grid_cells = [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
+    groups: dict[str, Group] = {}
+    cells: list[dict[str, str]] = [{} for _ in grid_cells]
+    for entry in entries:
+        for cell, members in zip(grid_cells, cells, strict=True):
+            labels = _labels(entry, cell, values)
+            if entry.name == baseline or labels.items() <= cell.items():
+                group = _group(entry, labels, options)
+                groups[group.name] = group
+                members[entry.name] = group.name
+    return Plan(entries, values, list(dict.fromkeys(seeds)), baseline, groups, cells)
+
+
+def _entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[Entry]:
+    """The methods, then the variants."""
     entries = {method: Entry(method, method, {}) for method in methods}
     for name, *pairs in variants:
         if name in entries or not all("=" in pair for pair in pairs):
@@ -106,38 +135,6 @@ def read_entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> l
     if not entries:
         raise ConfigError("nothing to compare: give --methods, or a --variant")
     return list(entries.values())
-
-
-def make_plan(
-    options: Options, entries: Sequence[Entry], grid: Options, seeds: Sequence[int], baseline: str | None = None
-) -> Plan:
-    """Work out the runs and check each one's arguments.
-
-    Args:
-        options, entries, grid: as :func:`read_options`, :func:`read_entries` and :func:`read_grid` give them.
-        baseline: the entry that the others are compared with; None: grad_accum, or else the first.
-
-    Raises:
-        ConfigError: arguments that the trainer would refuse, or that a comparison sets itself.
-    """
-    for key in itertools.chain(options, grid, *(entry.overrides for entry in entries)):
-        if key in _SET_BY_COMPARE:
-            mend = "use --methods, --seeds, --eval_updates and --output_dir"
-            raise ConfigError(f"{key}: a comparison sets it for each of its runs; {mend}")
-    names = [entry.name for entry in entries]
-    baseline = baseline or ("grad_accum" if "grad_accum" in names else names[0])
-    check_choice("--baseline", baseline, names)
-    grid_cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    groups: dict[str, Group] = {}
-    cells: list[dict[str, str]] = [{} for _ in grid_cells]
-    for entry in entries:
-        for cell, members in zip(grid_cells, cells, strict=True):
-            labels = _labels(entry, cell, grid)
-            if entry.name == baseline or labels.items() <= cell.items():
-                group = _group(entry, labels, options)
-                groups[group.name] = group
-                members[entry.name] = group.name
-    return Plan(entries, grid, list(dict.fromkeys(seeds)), baseline, groups, cells)
 
 
 def as_tokens(options: Options) -> list[str]:

@@ -11,18 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.evaluation.metrics import holm, paired_bootstrap
+from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 
 if TYPE_CHECKING:
     from contaccum.comparison.plan import Group, Plan
 
 # Metric as evaluate_beir names it -> as a report does. The first is the one that curves show.
 METRICS = {"NDCG@10": "nDCG@10", "Recall@100": "Recall@100", "MRR@10": "MRR@10", "Accuracy@20": "Top-20 accuracy"}
-RESAMPLES = 10_000
-
-NOTES = f"""\
+NOTES = """\
 Mean and standard deviation (sd) are over seeds. A difference is to the baseline in the same cell of the grid; its
-interval and p-value are of a paired bootstrap over queries ({RESAMPLES:,} resamples, two-sided, scores averaged over
+interval and p-value are of a paired bootstrap over queries (10,000 resamples, two-sided, scores averaged over
 seeds first): they speak of other queries, not of other seeds; the sd does that. Holm's p is corrected over the rows of
 its table. A value in brackets is the baseline's: the row itself has no such setting. Seconds are of training alone;
 s/update is the median. The gradient ratio is passages over queries."""
@@ -114,12 +112,11 @@ def _compare(plan: Plan, pairs: Pairs, results: Results) -> list[dict[str, Any]]
                 a, b = _query_means(mine, metric), _query_means(theirs, metric)
                 by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
                 row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
-                row |= paired_bootstrap(list(a.values()), [b[query] for query in a], RESAMPLES)._asdict()
+                row |= paired_bootstrap(list(a.values()), [b[query] for query in a])
                 rows.append({**row, "difference_by_seed": by_seed})
                 families.setdefault((data, metric), []).append(rows[-1])
     for family in families.values():
-        for row, p in zip(family, holm([row["p_value"] for row in family]), strict=True):
-            row["p_holm"] = p
+        add_holm(family)
     return rows
 
 

@@ -158,8 +158,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 def _score(trainer: ContAccumTrainer, evaluation: Mapping[str, Any], similarity: Any) -> dict[str, Any]:
     """{set: its metrics, and those of every query}, in the precision that was asked for, whatever the training's."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)  # out of mixed precision
-    precision = None if evaluation["precision"] == "float32" else evaluation["precision"]
-    settings = {"batch_size": evaluation["batch_size"], "autocast_dtype": precision, "similarity": similarity}
+    settings = {"batch_size": evaluation["batch_size"], "precision": evaluation["precision"], "similarity": similarity}
     found = {}
     for given in evaluation["data"]:
         result = evaluate_beir(model, _load_set(evaluation, given), (10, 20, 100), show_progress=False, **settings)

@@ -117,7 +117,7 @@ def plan_search(
     index_parameters: str | None = None,
     batch_size: int = 32,
     similarity: Literal["cos", "dot"] | None = None,
-    autocast_dtype: str | None = None,
+    precision: str = "float32",
 ) -> dict[str, Any]:
     """What decides the scores of a search of so many documents, as far as a result's record says it before the search.
 
@@ -125,26 +125,25 @@ def plan_search(
         index, index_parameters: see `build_index`; "Flat" is exact.
         batch_size: texts encoded at once.
         similarity: None is the model's own (`similarity_fn_name`, cosine where it says nothing).
-        autocast_dtype: None for float32, "bfloat16" or "float16".
+        precision: "float32", or "bfloat16" or "float16" for autocast.
 
     Raises:
         ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
     """
-    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_contract
-    from contaccum.retrieval.index import check_factory, default_parameters
+    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+    from contaccum.retrieval.index import check_factory
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
     metric = metric_of(model, similarity)
     dimension = getattr(model, "get_embedding_dimension", lambda: None)()
     if dimension is not None:  # a model of BEIR's kind says nothing before it has encoded
-        empty = check_factory(index, dimension, documents, metric, index_parameters)
-        index_parameters = index_parameters or default_parameters(empty)
+        _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
         "model": {"fingerprint": model_fingerprint(model), "similarity": metric},
-        "tokenisation": tokenisation_contract(model),
+        "tokenisation": tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
-        "precision": autocast_dtype or "float32",
+        "precision": precision,
     }
 
 

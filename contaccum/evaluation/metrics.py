@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -116,22 +116,13 @@ def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
 # Significance --------------------------------------------------------------------------------------------------------
 
 
-class PairedDifference(NamedTuple):
-    """Mean of a minus mean of b; its 95% interval; the two-sided p-value of "there is no difference"."""
-
-    difference: float
-    low: float
-    high: float
-    p_value: float
-
-
 def paired_bootstrap(
-    a: Sequence[float] | np.ndarray,
-    b: Sequence[float] | np.ndarray,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> PairedDifference:
+    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, resamples: int = 10_000, seed: int = 0
+) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, (n,) each, in the same order.
+
+    Returns the `difference` of the means, a minus b, its 95% interval, `low` to `high`, and the two-sided `p_value` of
+    "there is no difference".
 
     n queries at a time are resampled with replacement. The interval holds the middle 95% of the resampled differences
     (percentile bootstrap). The p-value is how often a resampled difference is as far from the observed one
@@ -156,16 +147,16 @@ def paired_bootstrap(
     slack = 1e-12 * max(1.0, float(np.abs(differences).max()))
     as_far = int((np.abs(means - observed) >= abs(observed) - slack).sum())
     low, high = np.quantile(means, [0.025, 0.975])
-    return PairedDifference(observed, float(low), float(high), (1 + as_far) / (1 + resamples))
+    p_value = (1 + as_far) / (1 + resamples)
+    return {"difference": observed, "low": float(low), "high": float(high), "p_value": p_value}
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment of the p-values of one family of tests, in the given order.
+def add_holm(tests: Sequence[dict[str, Any]]) -> None:
+    """Put `p_holm` into each test of a family: its `p_value`, adjusted by Holm's step-down procedure.
 
     Rejecting those at most alpha keeps the chance of any false rejection at most alpha (Holm 1979).
     """
-    p: Any = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(p, kind="stable")
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
-    return adjusted.tolist()
+    adjusted = 0.0
+    for rank, test in enumerate(sorted(tests, key=lambda test: test["p_value"])):
+        adjusted = max(adjusted, min(1.0, test["p_value"] * (len(tests) - rank)))
+        test["p_holm"] = adjusted

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
@@ -36,7 +36,7 @@ class EvaluationResult:
         run: what was scored; goes to the TREC file, not into the record.
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
-        tokenisation: how texts became vectors, see `tokenisation_contract`; None where nobody knows.
+        tokenisation: sha256 of how texts become vectors beside the weights; None where nobody knows.
         search: index, index_parameters, k, gpus; of an approximate index also its recall against exact search.
         timing: seconds of encoding, indexing, searching and measuring recall.
         precision: "float32", the type that the encoder ran in under autocast, or "unknown" of a run.
@@ -48,7 +48,7 @@ class EvaluationResult:
     data: dict[str, Any]
     model: dict[str, Any]
     search: dict[str, Any]
-    tokenisation: dict[str, Any] | None = None
+    tokenisation: str | None = None
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
     versions: dict[str, str] = field(default_factory=package_versions)
@@ -68,7 +68,7 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     path = Path(path)
     run_path = path.with_suffix(".trec")
     tag = re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name) or "contaccum"
-    write_text(run_path, trec_lines(result.run, tag))
+    write_text(run_path, trec_lines(result.run.items(), tag))
     # Scores by query are as large as the data and hold nothing but ids: they are not searched for credentials.
     record = {key: value if key == "per_query" else redact_record(value) for key, value in result.record().items()}
     write_text(path, [json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False), "\n"])
@@ -111,12 +111,12 @@ def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
 # Runs in TREC format ------------------------------------------------------------------------------------------------
 
 
-def trec_lines(run: Mapping[str, Mapping[str, float]], tag: str) -> Iterator[str]:
-    """Lines ``qid Q0 docid rank score tag``, rank from 1, in trec_eval's own order (ties by id, descending).
+def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
+    """Lines ``qid Q0 docid rank score tag`` of (qid, {docid: score}), in trec_eval's order (ties by id, descending).
 
     Scores have nine digits, which is all of a float32. A blank in an id would split the line and is written %20.
     """
-    for qid, hits in run.items():
+    for qid, hits in run:
         for rank, (docid, score) in enumerate(trec_order(hits), start=1):
             query, document = (re.sub(r"\s", "%20", identifier) for identifier in (qid, docid))
             yield f"{query} Q0 {document} {rank} {score:.9g} {tag}\n"

@@ -1,9 +1,8 @@
-"""The tables of an evaluation: its sets, beside published figures, and against earlier results query by query.
+"""The tables of an evaluation: its sets, and against earlier results query by query.
 
 A row is what the JSON holds of it: name, split, queries, documents, metrics, and either the file of one set or the
-`parts` that it is the mean of. Published figures, with the source of each and how it was scored, lie in published.json.
-An earlier result is a record of one set or a table of several; only results on the same data are compared. Nothing is
-encoded or searched here.
+`parts` that it is the mean of. An earlier result is a record of one set or a table of several; only results on the same
+data are compared.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from contaccum.data import default_split
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import EvaluationSet
-from contaccum.evaluation.metrics import holm, paired_bootstrap
+from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.results import read_result, result_files
-from contaccum.files import read_json
-
-RESAMPLES = 10_000
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
@@ -72,27 +67,6 @@ def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
     return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
 
 
-def published_table(rows: Sequence[Row]) -> str:
-    """Our scores beside published ones, on sets of the same split with as many judged queries; "" where there are none.
-
-    The mean is over the sets that every model has a figure on.
-    """
-    published = read_json(Path(__file__).with_name("published.json"))
-    metric, judged, models = published["metric"], published["judged_queries"], published["models"]
-    cells: list[list[Any]] = []
-    for row in rows:
-        name, ours = row["name"], row["metrics"].get(metric)
-        if ours is not None and row["split"] == default_split(name) and row["queries"] == judged.get(name):
-            cells.append([name, ours, *(model["scores"].get(name) for model in models)])
-    if not cells:
-        return ""
-    common = [scores for _, *scores in cells if None not in scores]
-    if len(common) > 1:
-        cells.append([f"mean of {len(common)}", *map(fmean, zip(*common, strict=True))])
-    table = markdown_table(["data", "this model", *(model["name"] for model in models)], cells)
-    return f"## {metric} beside published figures (sources: docs/evaluation.md)\n\n{table}"
-
-
 # Earlier results -----------------------------------------------------------------------------------------------------
 
 
@@ -124,9 +98,8 @@ def compare(path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping
     Holm's correction is over the sets. Positive differences are in favour of ``ours``, {label: scores}.
     """
     rows = [{"data": label, **compare_queries(ours[label], scores)} for label, scores in theirs.items()]
-    for row, p in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
-        row["p_holm"] = p
-    return {"earlier": str(path), "metric": metric, "resamples": RESAMPLES, "seed": 0, "rows": rows}
+    add_holm(rows)
+    return {"earlier": str(path), "metric": metric, "resamples": 10_000, "seed": 0, "rows": rows}
 
 
 def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, Any]:
@@ -148,7 +121,7 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, A
         "queries": len(a),
         "ours": fmean(a),
         "earlier": fmean(b),
-        **paired_bootstrap(a, b, RESAMPLES)._asdict(),
+        **paired_bootstrap(a, b),
         "wins": len(gains),
         "ties": len(a) - len(gains) - len(losses),
         "losses": len(losses),
@@ -169,8 +142,6 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         for key in ("greatest_gains", "greatest_losses"):
             changes = ", ".join(f"{change['query']} {change['difference']:+.4f}" for change in row[key])
             notes += [f"- {row['data']}, {key.replace('_', ' ')}: {changes}"] if changes else []
-    notes.append(
-        f"- paired bootstrap over queries, {RESAMPLES:,} resamples, two-sided; Holm's correction over the rows"
-    )
+    notes.append("- paired bootstrap over queries, 10,000 resamples, two-sided; Holm's correction over the rows")
     title = f"## {comparison['metric']} against {comparison['earlier']}"
     return "\n".join([title, "", markdown_table(header, cells), "", *notes])

@@ -8,7 +8,6 @@ its pictures, and the page's policy lets nothing run and nothing load.
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import statistics
@@ -23,7 +22,7 @@ import numpy as np
 
 from contaccum.comparison.report import COST, METRICS, NOTES, table_rows
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.metrics import MAIN_METRICS, holm
+from contaccum.evaluation.metrics import MAIN_METRICS, add_holm
 from contaccum.evaluation.results import read_result, result_files
 from contaccum.evaluation.tables import compare_queries
 from contaccum.files import read_json, redact
@@ -176,18 +175,9 @@ def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict
         for other in others if shown else ():
             ours, theirs = ({q: x[shown[0]] for q, x in one.record["per_query"].items()} for one in (other, first))
             pairs.append({**compare_queries(ours, theirs, shown=_SHOWN), "name": other.name})
-        for pair, p_holm in zip(pairs, holm([pair["p_value"] for pair in pairs]), strict=True):
-            pair["p_holm"] = p_holm
-        data = first.record["data"]
-        texts = _query_texts(Path(str(data.get("path"))) / "queries.jsonl") if pairs else {}
-        sections.append({"data": data, "results": found, "shown": shown[:6], "pairs": pairs, "texts": texts})
+        add_holm(pairs)
+        sections.append({"data": first.record["data"], "results": found, "shown": shown[:6], "pairs": pairs})
     return sections
-
-
-def _query_texts(path: Path) -> dict[str, str]:
-    """{query id: text} of the BEIR folder that was scored, if it still lies where it did; else nothing."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return {record["_id"]: record["text"] for record in map(json.loads, lines)}
 
 
 # Comparisons ---------------------------------------------------------------------------------------------------------

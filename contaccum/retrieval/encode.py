@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -21,6 +20,7 @@ import torch
 from contaccum.data import Passage, RecordReport, load_questions, passage_text, read_passages
 from contaccum.data.beir import beir_file
 from contaccum.errors import DataError, UserError, check_choice
+from contaccum.files import Fingerprint
 
 Kind = Literal["query", "document"]
 Metric = Literal["cos", "dot"]
@@ -66,7 +66,7 @@ def encode_texts(
     texts: Sequence[str],
     kind: Kind = "document",
     batch_size: int = 32,
-    autocast_dtype: str | None = None,
+    precision: str = "float32",
     show_progress: bool = False,
 ) -> np.ndarray:
     """Embed k texts with a SentenceTransformer by `encode_query` or `encode_document`: float32 (k, d).
@@ -74,7 +74,7 @@ def encode_texts(
     Equal texts have equal embeddings to the last bit. On a CPU a batch holds at most 8 texts, which is faster.
 
     Args:
-        autocast_dtype: None, "bfloat16" or "float16".
+        precision: "bfloat16" or "float16" for autocast; "float32" leaves what is in force.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -87,14 +87,14 @@ def encode_texts(
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
     was_training = model.training
     try:
-        with _autocast(model.device.type, autocast_dtype):
+        with _autocast(model.device.type, precision):
             embeddings = np.asarray(encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32)
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
         model.train(was_training)
     finite = np.isfinite(embeddings).all(axis=1)
     if not finite.all():
-        mend = " (try it without autocast)" if autocast_dtype else ""
+        mend = " (try it without autocast)" if precision != "float32" else ""
         raise UserError(f"the model gives NaN or infinity for the {kind} {unique[int(finite.argmin())][:60]!r}{mend}")
     if len(unique) == len(texts):
         return embeddings
@@ -106,7 +106,7 @@ def encode_queries(model: Any, queries: Sequence[str], **settings: Any) -> np.nd
     """Queries to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_queries`).
 
     Args:
-        settings: `batch_size`, `autocast_dtype` and `show_progress` of `encode_texts`.
+        settings: `batch_size`, `precision` and `show_progress` of `encode_texts`.
     """
     if hasattr(model, "encode_query"):
         return encode_texts(model, queries, "query", **settings)
@@ -122,19 +122,19 @@ def encode_corpus(model: Any, documents: Sequence[Mapping[str, str]], **settings
 
 
 def _encode_as_beir(
-    encode: Any, items: Any, batch_size: int = 32, autocast_dtype: str | None = None, show_progress: bool = False
+    encode: Any, items: Any, batch_size: int = 32, precision: str = "float32", show_progress: bool = False
 ) -> np.ndarray:
-    with _autocast("cuda" if torch.cuda.is_available() else "cpu", autocast_dtype):
+    with _autocast("cuda" if torch.cuda.is_available() else "cpu", precision):
         found = encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
     # Some answer with a list of tensors all the same.
     found = torch.stack(list(found)) if isinstance(found, (list, tuple)) else torch.as_tensor(found)
     return found.detach().float().cpu().numpy()
 
 
-def _autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:
-    """Autocast to a type, or, for None, what is in force already: a trainer's own autocast stays."""
-    check_choice("autocast_dtype", dtype, (None, "bfloat16", "float16"))
-    return nullcontext() if dtype is None else torch.autocast(device, getattr(torch, dtype))
+def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
+    """Autocast to a type, or, for float32, what is in force already: a trainer's own autocast stays."""
+    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
+    return nullcontext() if precision == "float32" else torch.autocast(device, getattr(torch, precision))
 
 
 # What identifies them ------------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def metric_of(model: Any, score_function: str | None = None) -> Metric:
 def encoding_identity(model: Any, kind: Kind, precision: str, dtype: str, shard_size: int) -> dict[str, Any]:
     """The `identity` of `StoreWriter`: what decides embeddings besides the texts; takes a pass over the weights."""
     about = {"kind": kind, "model": model_fingerprint(model), "similarity": metric_of(model)}
-    tokenisation = {**(tokenisation_contract(model) or {}), "fingerprint": tokenizer_fingerprint(model, kind)}
-    return about | {"tokenisation": tokenisation, "precision": precision, "dtype": dtype, "shard_size": shard_size}
+    about["tokenisation"] = tokenisation_fingerprint(model)
+    return about | {"precision": precision, "dtype": dtype, "shard_size": shard_size}
 
 
 def model_fingerprint(model: Any) -> str | None:
@@ -174,49 +174,19 @@ def model_fingerprint(model: Any) -> str | None:
     return digest.hexdigest()
 
 
-def tokenisation_contract(model: Any) -> dict[str, Any] | None:
-    """How queries and documents become vectors, beside the weights; None for a model that is no SentenceTransformer.
+def tokenisation_fingerprint(model: Any) -> str | None:
+    """sha256, in hex, of how texts become vectors beside the weights: tokenisers, prompts, lengths, pooling.
 
-    Lengths are in tokens, special tokens included; None is no limit.
+    None for a model that is no SentenceTransformer.
     """
-    from contaccum.encoders import tower
-
     if not hasattr(model, "encode_document"):
         return None
-
-    def max_length(module: Any, kind: Kind) -> int | None:
-        length = getattr(module, f"{kind}_length", None) or getattr(module, "max_seq_length", None)
-        return None if length is None or math.isinf(length) else length  # static embeddings say infinity
-
-    def prompt(*names: str) -> str:
-        """What encode_query or encode_document would choose."""
-        return next((model.prompts[name] for name in (*names, model.default_prompt_name) if name in model.prompts), "")
-
-    query, document = (list(tower(model, kind).children()) for kind in ("query", "document"))
-    tokenizer = getattr(document[0], "tokenizer", None)
-    return {
-        "query_max_length": max_length(query[0], "query"),
-        "document_max_length": max_length(document[0], "document"),
-        "query_prompt": prompt("query"),
-        "document_prompt": prompt("document", "passage", "corpus"),
-        "title_separator": " ",
-        "tokenizer": type(tokenizer).__name__ if tokenizer is not None else None,
-        "pooling": next((m.pooling_mode for m in document if hasattr(m, "pooling_mode")), None),
-        "normalize": any(type(m).__name__ == "Normalize" for m in document),
-        "truncate_dim": model.truncate_dim,
-    }
-
-
-def tokenizer_fingerprint(model: Any, kind: Kind) -> str | None:
-    """sha256, in hex, of the tokenizer that texts of a kind go through; None for one that is not of `tokenizers`.
-
-    Padding and truncation are left out: they are set anew for each call, and are in `tokenisation_contract`.
-    """
-    from contaccum.encoders import tower
-
-    tokenizer = getattr(next(tower(model, kind).children()), "tokenizer", None)
-    fast: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not hasattr(fast, "to_str"):
-        return None
-    content = {**json.loads(fast.to_str()), "padding": None, "truncation": None}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    found = Fingerprint(model.prompts, model.default_prompt_name, model.truncate_dim)
+    for module in model.modules():
+        if hasattr(module, "get_config_dict"):
+            found.add(type(module).__name__, module.get_config_dict(), str(getattr(module, "max_seq_length", None)))
+        tokenizer = getattr(module, "tokenizer", None)
+        fast: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if hasattr(fast, "to_str"):  # padding and truncation are set anew for each call
+            found.add({**json.loads(fast.to_str()), "padding": None, "truncation": None})
+    return found.hex()

@@ -68,7 +68,8 @@ def build_index(
             "OPQ16_64,IVF256,PQ16" trade that for speed or room, on the CPU.
         metric: "cos" (copies are normalised, the caller's array is left alone) or "dot".
         ids: N document ids of an array; equal scores are ordered by them, ascending. Without, by row.
-        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: `default_parameters`.
+        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: of an inverted
+            file an eighth of its lists.
 
     Raises:
         ConfigError: see `check_factory`.
@@ -77,12 +78,12 @@ def build_index(
     import faiss
 
     n, dimension = embeddings.shape
-    index = check_factory(factory, dimension, n, metric, parameters)
+    index, parameters = check_factory(factory, dimension, n, metric, parameters)
     if isinstance(embeddings, EmbeddingStore):
         of_rows: Any = embeddings.ids
     else:
         of_rows = np.asarray if ids is None else np.array(ids, dtype=object).__getitem__
-    built = DenseIndex(embeddings, of_rows, factory, metric, parameters or default_parameters(index))
+    built = DenseIndex(embeddings, of_rows, factory, metric, parameters)
     if factory == "Flat":
         built.gpus = faiss.get_num_gpus()
         return built
@@ -130,8 +131,7 @@ def open_index(
         found = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise DataError(f"{path}: cannot be read: {_reason(error)} ({mend})") from error
-    _set_parameters(found, factory, parameters)
-    return DenseIndex(store, store.ids, factory, metric, parameters or default_parameters(found), found)
+    return DenseIndex(store, store.ids, factory, metric, _set_parameters(found, factory, parameters), found)
 
 
 def search(index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False) -> _Hits:
@@ -220,8 +220,10 @@ def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarra
     return {"queries": len(sample), f"recall@{rows.shape[1]}": float(np.mean(hits))}
 
 
-def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", parameters: str | None = None) -> Any:
-    """An empty FAISS index for n vectors of that dimension. Cheap: a mistake is found before a corpus is encoded.
+def check_factory(
+    factory: str, dimension: int, n: int, metric: Metric = "cos", parameters: str | None = None
+) -> tuple[Any, str | None]:
+    """An empty FAISS index for n vectors of that dimension, and its search parameters, before a corpus is encoded.
 
     Raises:
         ConfigError: the factory string or the parameters are wrong, it cannot hold that dimension or an inner product,
@@ -236,14 +238,7 @@ def check_factory(factory: str, dimension: int, n: int, metric: Metric = "cos", 
         raise ConfigError(f"{what} ({_reason(error)}); 'Flat' always works") from error
     if n < (lists := _inverted_lists(index)):
         raise ConfigError(f"index {factory!r} needs {lists} vectors to train, the corpus has {n}; use 'Flat'")
-    _set_parameters(index, factory, parameters)
-    return index
-
-
-def default_parameters(index: Any) -> str | None:
-    """Search parameters: an eighth of an IVF index's lists, for FAISS's own default of one finds too little."""
-    lists = _inverted_lists(index)
-    return f"nprobe={math.ceil(lists / 8)}" if lists else None
+    return index, _set_parameters(index, factory, parameters)
 
 
 def prepared(
@@ -269,15 +264,19 @@ def prepared(
     return np.divide(vectors, np.where(norms > 0, norms, 1)[:, None], out=None if out is None else out[: len(vectors)])
 
 
-def _set_parameters(index: Any, factory: str, parameters: str | None) -> None:
+def _set_parameters(index: Any, factory: str, parameters: str | None) -> str | None:
+    """Set and return search parameters; None: an eighth of the lists, for FAISS's own default of one finds little."""
     import faiss
 
-    if wanted := parameters or default_parameters(index):
+    lists = _inverted_lists(index)
+    wanted = parameters or (f"nprobe={math.ceil(lists / 8)}" if lists else None)
+    if wanted:
         try:
             space: Any = faiss.ParameterSpace()  # its stub knows one of two overloads
             space.set_index_parameters(index, wanted)
         except RuntimeError as error:
             raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
+    return wanted
 
 
 def _inverted_lists(index: Any) -> int:

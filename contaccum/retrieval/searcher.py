@@ -1,4 +1,4 @@
-"""Search for texts: with a model behind BEIR's interface, `EvaluateRetrieval(FaissSearcher(model))`, or by BM25.
+"""Search for texts with a model, behind BEIR's interface: `EvaluateRetrieval(FaissSearcher(model))`; or by BM25.
 
 `FaissSearcher` joins `encode` and `index`. No metric is computed and no file written here, and beir is not imported.
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class FaissSearcher:
         model: a SentenceTransformer (see `encode_texts`), or any object with `encode_queries` and `encode_corpus` as
             BEIR calls them. It stays on the device it is on.
         index, index_parameters: see `build_index`; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
-        batch_size, autocast_dtype: see `encode_texts`.
+        batch_size, precision: see `encode_texts`.
 
     Attributes:
         timing: of the last search, seconds per stage.
@@ -39,11 +40,11 @@ class FaissSearcher:
         batch_size: int = 32,
         index: str = "Flat",
         index_parameters: str | None = None,
-        autocast_dtype: str | None = None,
+        precision: str = "float32",
         show_progress_bar: bool = True,
     ) -> None:
         self.model, self.index, self.index_parameters = model, index, index_parameters
-        self.encoding = {"batch_size": batch_size, "autocast_dtype": autocast_dtype, "show_progress": show_progress_bar}
+        self.encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress_bar}
         self.timing: dict[str, float] = {}
         self.last_index: DenseIndex | None = None
         self.recall: dict[str, Any] | None = None
@@ -93,34 +94,25 @@ class FaissSearcher:
         return result
 
 
-class BM25Index:
-    """Passages by bm25s (Lucene's variant), for those who have no model yet: lower-cased words of two letters or more.
+def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = False) -> Iterator[np.ndarray]:
+    """For each query the scores of all n passages, float32 (n,), by bm25s (Lucene's variant, DPR's k1 and b).
 
-    Term frequency saturates, and long passages are held back, as DPR's do: k1 = 0.9, b = 0.4.
-
-    Args:
-        where: what the passages are from, for the message.
+    Words are of two letters or more, in lower case; a score is 0 where no word of the query occurs.
 
     Raises:
         ConfigError: bm25s is not installed.
         DataError: no passage has a word.
     """
-
-    def __init__(self, passages: list[str], where: str, show_progress: bool = False) -> None:
-        try:
-            import bm25s
-        except ImportError as error:
-            raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
-
-        words = bm25s.tokenize(passages, stopwords=[], return_ids=False, show_progress=show_progress)
-        if not any(words):
-            raise DataError(f"{where}: no passage has a word of two letters for BM25 to find")
-        self.bm25 = bm25s.BM25(k1=0.9, b=0.4)
-        self.bm25.index(words, show_progress=show_progress)
-
-    def scores(self, query: str) -> np.ndarray:
-        """float32 (n,) of all passages; 0 where no word of the query occurs."""
+    try:
         import bm25s
+    except ImportError as error:
+        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
 
-        (words,) = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
-        return self.bm25.get_scores(words) if words else np.zeros(self.bm25.scores["num_docs"], dtype=np.float32)
+    words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
+    words = words_of(passages)
+    if not any(words):
+        raise DataError("no passage has a word of two letters for BM25 to find")
+    index = bm25s.BM25(k1=0.9, b=0.4)
+    index.index(words, show_progress=show_progress)
+    for query in words_of(queries):
+        yield index.get_scores(query) if query else np.zeros(len(words), dtype=np.float32)

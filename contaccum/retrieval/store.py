@@ -12,7 +12,6 @@ may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from contaccum import files
 from contaccum.errors import DataError, UserError
-from contaccum.files import AnyPath, Fingerprint, atomic_folder, git_commit, package_versions, read_json, write_json
 
 ABOUT = "store.json"
 
 _SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
-_HEAD = {"format": "contaccum embedding store", "version": 1}
+_HEAD = {"format": "contaccum embedding store", "version": 2}
 _MAPPED_SHARDS = 64  # at most, those used last: maps stay open, and a process may open 1,024 files
 _MEND = "name another --output, or start anew with --overwrite"
 
@@ -53,7 +52,7 @@ class EmbeddingStore:
         self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
 
     @classmethod
-    def open(cls, folder: AnyPath) -> EmbeddingStore:
+    def open(cls, folder: files.AnyPath) -> EmbeddingStore:
         """The store in a folder.
 
         Raises:
@@ -78,9 +77,7 @@ class EmbeddingStore:
     def fingerprint(self) -> str:
         """sha256, in hex, of what decides the rows: texts, model, tokenisation, types, number."""
         names = ("kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension", "rows")
-        about = {name: self.about.get(name) for name in names}
-        about["corpus"] = (self.about.get("corpus") or {}).get("fingerprint")
-        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        return files.fingerprint(self.about["corpus"]["fingerprint"], [self.about.get(name) for name in names])
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Embeddings of a slice, or of some rows in the order asked for (fastest where they ascend): float32 (n, d)."""
@@ -141,7 +138,7 @@ class StoreWriter:
 
     def __init__(
         self,
-        folder: AnyPath,
+        folder: files.AnyPath,
         identity: Mapping[str, Any],
         notes: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -155,8 +152,8 @@ class StoreWriter:
             about = None
         if about is None:
             about = {**_HEAD, "finished": False, **identity, **(notes or {})}
-            about |= {"versions": package_versions(), "git_commit": git_commit()}
-            write_json(self.folder / ABOUT, about)
+            about |= {"versions": files.package_versions(), "git_commit": files.git_commit()}
+            files.write_json(self.folder / ABOUT, about)
         if other := [name for name, value in json.loads(json.dumps(identity)).items() if about.get(name) != value]:
             raise UserError(f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})")
         self.about = about
@@ -181,7 +178,7 @@ class StoreWriter:
             DataError: the store has shards of another corpus, or there is no passage.
             UserError: no room.
         """
-        passages, corpus, rows, size = iter(passages), Fingerprint(), 0, self.about["shard_size"]
+        passages, corpus, rows, size = iter(passages), files.Fingerprint(), 0, self.about["shard_size"]
         other = DataError(f"{self.folder}: holds embeddings of another corpus ({_MEND})")
         while block := list(islice(passages, size)):
             for passage in block:
@@ -205,20 +202,21 @@ class StoreWriter:
             raise other
         about = {**self.about, "finished": True, "rows": rows, "dimension": shards[0]["dimension"]}
         about["corpus"] = {**about.get("corpus", {}), "fingerprint": corpus.hex()}
-        write_json(self.folder / ABOUT, about)
+        files.write_json(self.folder / ABOUT, about)
         return True
 
     def _write_shard(self, number: int, ids: Sequence[str], embeddings: np.ndarray, fingerprint: str) -> None:
         import pyarrow as pa
 
         stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
-        with atomic_folder(_shard_folder(self.folder, number)) as part:
+        with files.atomic_folder(_shard_folder(self.folder, number)) as part:
             np.save(part / _EMBEDDINGS, stored, allow_pickle=False)
             batch = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
             with pa.ipc.new_file(str(part / _IDS), batch.schema) as writer:
                 writer.write_batch(batch)
-            about: dict[str, Any] = {"rows": len(ids), "dimension": stored.shape[1], "fingerprint": fingerprint}
-            write_json(part / _SHARD, about | {"bytes": {path.name: path.stat().st_size for path in part.iterdir()}})
+            sizes = {path.name: path.stat().st_size for path in part.iterdir()}
+            about = {"rows": len(ids), "dimension": stored.shape[1], "fingerprint": fingerprint, "bytes": sizes}
+            files.write_json(part / _SHARD, about)
 
 
 def check_folder(folder: Path) -> dict[str, Any] | None:
@@ -237,7 +235,7 @@ def check_folder(folder: Path) -> dict[str, Any] | None:
 
 def _read_about(folder: Path) -> dict[str, Any]:
     """The content of store.json; raises `DataError` where it is broken, of something else, or of another version."""
-    about = read_json(folder / ABOUT)
+    about = files.read_json(folder / ABOUT)
     if (there := {name: about.get(name) for name in _HEAD}) != _HEAD:
         raise DataError(f"{folder / ABOUT}: is {there}, not {_HEAD} (encode the corpus with this version of contaccum)")
     return about
@@ -248,10 +246,9 @@ def _read_shard(folder: Path, number: int) -> dict[str, Any] | None:
     shard = _shard_folder(folder, number)
     if not (shard / _SHARD).exists():
         return None
-    about = read_json(shard / _SHARD)
-    there = {path.name: path.stat().st_size for path in shard.iterdir()}
-    sizes = about.get("bytes", {})  # not every version wrote them
-    return about if all(there.get(name) == sizes[name] for name in sizes) else None
+    about = files.read_json(shard / _SHARD)
+    there = {path.name: path.stat().st_size for path in shard.iterdir() if path.name != _SHARD}
+    return about if there == about["bytes"] else None
 
 
 def _shard_folder(folder: Path, number: int) -> Path:

@@ -72,7 +72,7 @@ class NegativeRefresh:
                 range_max=args.refresh_range_max,
                 relative_margin=args.refresh_relative_margin,
                 batch_size=args.pairs_per_micro_batch,
-                autocast_dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+                precision="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
                 show_progress=False,
             )
             found = mined.rows.astype(np.int32)

@@ -61,9 +61,7 @@ def test_two_methods_are_trained_scored_and_reported(compared: tuple[list[str], 
 
 
 @pytest.mark.slow
-def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(
-    compared: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(compared, capsys, monkeypatch):
     arguments, folder = compared
     asked: list[list[str]] = []
 
@@ -96,9 +94,7 @@ def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(
         (["--model", "https://me:secret@example.org/m"], "credential"),
     ],
 )
-def test_mistakes_give_one_line_before_anything_is_trained(
-    tokens: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
+def test_mistakes_give_one_line_before_anything_is_trained(tokens, tmp_path, capsys, more, message):
     arguments = ["compare", *tokens, f"--output_dir={tmp_path / 'out'}"]
     assert main([*arguments, *more]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]

@@ -20,7 +20,7 @@ from contaccum.data import Passage, RecordReport
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
 from contaccum.retrieval import encode as encode_module
-from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
+from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 TEXTS = [text * (1 + n % 3) for n, text in enumerate(sentences(45, 1, 5))]
@@ -73,9 +73,7 @@ def whole(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("corpus", ["corpus.jsonl", "corpus.jsonl.gz", "psgs_w100.tsv", "collection.tsv", "beir"])
-def test_embeddings_are_those_of_the_model_from_every_form(
-    root: Path, model: DualEncoder, tmp_path: Path, corpus: str
-) -> None:
+def test_embeddings_are_those_of_the_model_from_every_form(root, model, tmp_path, corpus):
     encode(root, tmp_path / "s", corpus=corpus)
     store = EmbeddingStore.open(tmp_path / "s")
     assert store.ids(range(45)) == [p.id for p in PASSAGES]
@@ -86,15 +84,13 @@ def test_the_record_says_what_was_encoded_and_how(whole: Path, model: DualEncode
     about = EmbeddingStore.open(whole).about
     assert about["model"] == model_fingerprint(model)
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
-    assert about["tokenisation"]["document_max_length"] == 24
+    assert about["tokenisation"] == tokenisation_fingerprint(model)
     assert (about["similarity"], about["kind"], about["precision"]) == ("dot", "document", "float32")
     assert about["versions"]["torch"]
 
 
 @pytest.mark.parametrize(("corpus", "first"), [("beir", "q0"), ("nq.qa.csv", "question-1")])
-def test_queries_are_encoded_as_queries(
-    root: Path, model: DualEncoder, tmp_path: Path, corpus: str, first: str
-) -> None:
+def test_queries_are_encoded_as_queries(root, model, tmp_path, corpus, first):
     encode(root, tmp_path / "s", "--kind", "query", corpus=corpus)
     store = EmbeddingStore.open(tmp_path / "s")
     np.testing.assert_allclose(store[:], model.encode_query(sentences(7, 2)), atol=1e-5)
@@ -151,9 +147,7 @@ def test_two_processes_end_with_the_store_of_one(root: Path, whole: Path, tmp_pa
     assert done.stdout.count("45 records") == 1 and "written:" in done.stdout
 
 
-def test_an_id_that_occurs_again_is_refused_however_far_apart(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, monkeypatch):
     lines = (root / "corpus.jsonl").read_text().splitlines()
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
@@ -173,9 +167,7 @@ def test_an_id_that_occurs_again_is_refused_however_far_apart(
         (["--output", "WHOLE", "--passage_max_length", 20], "another tokenisation ("),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_written(
-    root: Path, whole: Path, tmp_path: Path, options: list[object], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_refused_before_anything_is_written(root, whole, tmp_path, options, told, capsys):
     before = files(whole)
     encode(root, tmp_path / "s", *(whole if word == "WHOLE" else word for word in options), expect=2)
     assert told in capsys.readouterr().err.splitlines()[-1]

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from contaccum.cli import main
 
 
-def test_a_page_is_written_without_credentials_and_a_bad_path_leaves_what_was_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_written_without_credentials_and_a_bad_path_leaves_what_was_there(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "abcdefgh1234")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"arguments": {"run_note": "abcdefgh1234"}}))

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from contaccum.comparison.plan import Plan, make_plan, read_entries, read_grid, read_options
+from contaccum.comparison.plan import Plan, make_plan, read_options
 from contaccum.errors import ConfigError
 
 
 def plan(tokens: list[str], methods: list[str], variants: Any = (), grid: Any = (), baseline: Any = None) -> Plan:
-    options = read_options([], tokens)
-    return make_plan(options, read_entries(methods, variants), read_grid(grid), [0, 1], baseline)
+    return make_plan(read_options([], tokens), methods, variants, grid, [0, 1], baseline)
 
 
 def arguments(found: Plan, entry: str) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from contaccum.comparison.plan import make_plan, read_entries, read_options
+from contaccum.comparison.plan import make_plan, read_options
 from contaccum.comparison.run import _data_order, about_sets, make_jobs, run_job, run_jobs
 from contaccum.training.config import load_data
 from contaccum.training.trainer import ContAccumTrainer
@@ -22,7 +22,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
 ) -> None:
     evaluation = {"data": [str(place / "beir")], "split": "test", "updates": None, "precision": "float32"}
     evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
-    plan = make_plan(read_options([], tokens), read_entries(["in_batch", "contaccum"], []), {}, [3])
+    plan = make_plan(read_options([], tokens), ["in_batch", "contaccum"], [], [], [3])
     jobs = make_jobs(plan, evaluation, about_sets(evaluation), tmp_path)
     seen: list[set[bytes]] = []
     step = ContAccumTrainer.training_step
@@ -50,7 +50,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
 
 def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str]) -> None:
     def orders(*more: str) -> set[str]:
-        plan = make_plan(read_options([], [*tokens, *more]), read_entries(["in_batch", "grad_accum"], []), {}, [0])
+        plan = make_plan(read_options([], [*tokens, *more]), ["in_batch", "grad_accum"], [], [], [0])
         data = load_data(*next(iter(plan.groups.values())).parsed[1:])
         return {_data_order(group.parsed[2], data) for group in plan.groups.values()}
 

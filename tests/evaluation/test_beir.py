@@ -83,7 +83,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_encoded(places
         ({"index": "IVF64,Flat"}, "64"),
         ({"index_parameters": "nprobe=4"}, "nprobe"),
         ({"similarity": "euclidean"}, "euclidean"),
-        ({"autocast_dtype": "float8"}, "float8"),
+        ({"precision": "float8"}, "float8"),
     ):
         with pytest.raises(ConfigError, match=words):
             evaluate_beir(model, places, **settings)

@@ -9,7 +9,14 @@ import pytest
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation import metrics
-from contaccum.evaluation.metrics import check_metric, check_metrics, holm, metric_names, paired_bootstrap, score_run
+from contaccum.evaluation.metrics import (
+    add_holm,
+    check_metric,
+    check_metrics,
+    metric_names,
+    paired_bootstrap,
+    score_run,
+)
 
 K_VALUES = [1, 3, 10, 100]
 
@@ -84,13 +91,14 @@ def test_p_value_and_interval_agree_with_all_resamples_of_a_small_sample(monkeyp
     means = np.array([np.mean(resample) for resample in itertools.product(differences, repeat=5)])
     exact = float((np.abs(means - differences.mean()) >= differences.mean() - 1e-12).mean())
     found = paired_bootstrap(differences, np.zeros(5), resamples=50_000)
-    assert found.p_value == pytest.approx(exact, abs=0.005)
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.01)
+    assert found["p_value"] == pytest.approx(exact, abs=0.005)
+    assert (found["low"], found["high"]) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.01)
     monkeypatch.setattr(metrics, "_CHUNK", 5 * 1000)  # in parts, as many queries are
     assert paired_bootstrap(differences, np.zeros(5), resamples=50_000) == pytest.approx(found)
-    assert paired_bootstrap(differences, differences) == (0.0, 0.0, 0.0, 1.0)
+    assert list(paired_bootstrap(differences, differences).values()) == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_holm_is_the_textbook_procedure():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([0.02]) == [0.02] and holm([]) == []
+    for before, after in (([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]), ([0.9, 0.8], [1.0, 1.0])):
+        add_holm(tests := [{"p_value": p} for p in before])
+        assert [test["p_holm"] for test in tests] == pytest.approx(after)

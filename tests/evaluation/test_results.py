@@ -24,7 +24,7 @@ def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(tmp
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_user")
     data = {"name": "x", "path": "/data/hf_secret_of_the_user", "fingerprint": "f" * 64}
     model, scores = {"name": "some/model", "fingerprint": "m"}, {"NDCG@10": 0.1 + 0.2}
-    result = EvaluationResult(scores, {"q 1": scores}, RUN, data, model, {"k": 10}, {"query_max_length": 9})
+    result = EvaluationResult(scores, {"q 1": scores}, RUN, data, model, {"k": 10}, "t")
     write_result(result, tmp_path / "out.json")
     record = read_result(tmp_path / "out.json")
     assert record == {**result.record(), "data": {**data, "path": "/data/<HF_TOKEN>"}}
@@ -33,7 +33,7 @@ def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(tmp
     assert all(len(line) == 6 and line[1] == "Q0" and line[5] == "model" for line in lines)
     assert [line[2:4] for line in lines[2:]] == [["a%20b", "1"], ["100%", "2"]]  # ties by id, descending, as trec_eval
     score = np.float32(2 / 3)
-    (line,) = trec_lines({"q": {"d": float(score)}}, "tag")
+    (line,) = trec_lines([("q", {"d": float(score)})], "tag")
     assert np.float32(line.split()[4]) == score  # all of it
 
 

@@ -37,12 +37,6 @@ class Made:
         self.write(f"{name}/eval_log.jsonl", [{"update": u, "eval_ndcg@10": x + offset} for u, x in scores])
         return self.root / name
 
-    def data(self) -> dict[str, Any]:
-        """What a record says of a BEIR folder, which is there."""
-        texts = {"q0": HARM, **{f"q{n}": f"question number {n}" for n in range(1, 20)}}
-        path = self.write("data/queries.jsonl", [{"_id": query, "text": text} for query, text in texts.items()])
-        return {"name": "made", "split": "test", "path": str(path.parent), "queries": 20, "documents": 40}
-
     def evaluation(self, name: str, gain: float = 0.0, fingerprint: str = "d" * 64) -> Path:
         """20 queries: q0 gains by ``gain``, q1 loses as much, thirteen others gain a fifth of it."""
         changes = {0: gain, 1: -gain}
@@ -50,7 +44,7 @@ class Made:
         record = {
             "metrics": {"NDCG@10": sum(scores.values()) / 20, "Recall@100": 0.9},
             "per_query": {query: {"NDCG@10": score, "Recall@100": 0.9} for query, score in scores.items()},
-            "data": {**self.data(), "fingerprint": fingerprint},
+            "data": {"name": "made", "split": "test", "queries": 20, "documents": 40, "fingerprint": fingerprint},
             "model": {"name": f"models/{name}"},
             "search": {"index": "Flat"},
             "versions": {HARM: HARM},

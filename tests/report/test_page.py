@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import build_page, line_panel, log_panels, to_svg
+from contaccum.report.page import build_page, line_panel, to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,9 +53,9 @@ def test_differences_are_those_of_the_paired_bootstrap(everything: list[Path], p
     expected = paired_bootstrap([v["NDCG@10"] for v in tuned.values()], [v["NDCG@10"] for v in base.values()])
     rows = rows_of(page)
     (row,) = [row for row in rows if row[0] == "tuned" and row[-3:] == ["14", "5", "1"]]
-    assert row[1:3] == [f"{expected.difference:+.4f}", f"{expected.low:+.4f} to {expected.high:+.4f}"]
-    listed = [row for row in rows if re.fullmatch(r"q\d+", row[0]) and row[2] == "0.5000"][:15]
-    assert (listed[0][0], listed[0][-1]) == ("q0", "+0.2000") and listed[0][1].startswith("<script>")
+    assert row[1:3] == ["{difference:+.4f}".format(**expected), "{low:+.4f} to {high:+.4f}".format(**expected)]
+    listed = [row for row in rows if re.fullmatch(r"q\d+", row[0]) and row[1] == "0.5000"][:15]
+    assert (listed[0][0], listed[0][-1]) == ("q0", "+0.2000")
     assert (listed[-1][0], listed[-1][-1]) == ("q1", "-0.2000")
 
 
@@ -116,14 +116,6 @@ def test_lines_are_means_over_seeds_with_a_band_as_far_as_all_runs_last() -> Non
     assert (mean.get_color(), other.get_color()) == ("C1", "C2")  # as the page's legend has them
     (band,) = axes.collections
     assert {tuple(point) for point in band.get_paths()[0].vertices} == {(0, 0), (0, 1), (10, 1), (10, 2)}
-
-
-def test_logs_are_drawn_by_what_they_hold_and_what_is_no_number_is_left_out() -> None:
-    log = [{"update": n, "loss": value, "bank_age": None} for n, value in enumerate([3.0, None, 1.0])]
-    (panel,) = log_panels({"a": [log]})
-    axes = Figure().subplots()
-    panel.draw(axes)
-    assert panel.title == "loss" and axes.lines[0].get_xydata().tolist() == [[0, 3.0], [2, 1.0]]
 
 
 def test_svg_has_the_pages_ink_escaped_texts_and_ids_of_its_own() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder
+from contaccum.encoders import set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import (
     encode_corpus,
@@ -17,8 +17,7 @@ from contaccum.retrieval.encode import (
     encode_texts,
     metric_of,
     model_fingerprint,
-    tokenisation_contract,
-    tokenizer_fingerprint,
+    tokenisation_fingerprint,
 )
 
 TEXTS = ["red cat", "", "the dog sits under the old tree near the river " * 9, "cat", "moon?", "the bird flies"] + [
@@ -52,16 +51,6 @@ def test_a_model_in_training_stays_in_training_and_equal_texts_get_equal_embeddi
     np.testing.assert_array_equal(found[: len(TEXTS)], found[len(TEXTS) :])
 
 
-def test_a_model_without_a_transformer_and_nothing_to_encode():
-    from sentence_transformers.sentence_transformer.modules import BoW
-
-    model = SentenceTransformer(modules=[BoW(vocab=["cat", "dog"])], device="cpu")
-    np.testing.assert_allclose(
-        encode_texts(model, ["cat dog cat", "dog"]), model.encode_document(["cat dog cat", "dog"])
-    )
-    assert encode_texts(model, []).shape == (0, 2)
-
-
 def test_a_broken_model_is_reported_not_searched(model):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +61,7 @@ def test_a_broken_model_is_reported_not_searched(model):
 
 def test_settings_out_of_range_are_refused(model):
     with pytest.raises(ConfigError, match="fp16"):
-        encode_texts(model, TEXTS, autocast_dtype="fp16")
+        encode_texts(model, TEXTS, precision="fp16")
     with pytest.raises(ConfigError, match=r"the similarity must be one of .* got 'euclidean'"):
         metric_of(model, "euclidean")
     model.similarity_fn_name = "manhattan"
@@ -93,17 +82,18 @@ def test_models_that_only_know_beir_are_encoded_as_beir_does():
     assert encode_corpus(Lengths(), [{"title": "x", "text": "abc"}]).tolist() == [[3.0]]
 
 
-def test_weights_tokeniser_and_contract_identify_a_model_saved_or_not(model, tmp_path):
+def test_weights_and_tokenisation_identify_a_model_saved_or_not(model, tmp_path):
     model.save_pretrained(str(tmp_path / "model"))
     model.encode_document(["a text", "another that is longer"])  # which sets padding and truncation
     other = DualEncoder.from_pretrained(str(tmp_path / "model"), device="cpu")
-    assert model_fingerprint(other) == model_fingerprint(model)
-    assert tokenizer_fingerprint(other, "document") == tokenizer_fingerprint(model, "document")
-    assert tokenisation_contract(other) == tokenisation_contract(model)
-    assert tokenisation_contract(other)["document_prompt"] == "the text: "
-    assert tokenisation_contract(other)["query_max_length"] == 12
-    before = tokenizer_fingerprint(other, "document")
+    found = [tokenisation_fingerprint(one) for one in (model, other)]
+    assert model_fingerprint(other) == model_fingerprint(model) and found[0] == found[1]
+    set_max_lengths(other, 11)
+    found.append(tokenisation_fingerprint(other))
+    other.prompts["query"] = "who is: "
+    found.append(tokenisation_fingerprint(other))
     other[0].sub_modules["document"][0].tokenizer.add_tokens(["zebra"])
-    assert tokenizer_fingerprint(other, "document") != before
+    found.append(tokenisation_fingerprint(other))
+    assert len(set(found)) == 4
     next(other.parameters()).data[0, 0] += 1
     assert model_fingerprint(other) != model_fingerprint(model)

@@ -1,19 +1,12 @@
-"""FaissSearcher is BEIR's exact search behind BEIR's own interface; BM25 is Lucene's."""
+"""FaissSearcher is BEIR's exact search behind BEIR's own interface."""
 
 from __future__ import annotations
-
-import math
-import re
-import sys
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from sample_texts import sentences
 
-from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.searcher import BM25Index, FaissSearcher
+from contaccum.retrieval.searcher import FaissSearcher
 
 
 class Stored:
@@ -70,12 +63,6 @@ def test_a_document_with_the_querys_id_is_dropped_and_replaced_and_results_are_b
         assert scores == sorted(scores, reverse=True) and all(type(score) is float for score in scores)
 
 
-def test_k_beyond_the_corpus_finds_all_of_it(world):
-    corpus, queries, model = world
-    run = FaissSearcher(model).search(corpus, {"d17": queries["d17"]}, top_k=1000)
-    assert set(run["d17"]) == set(corpus) - {"d17"}
-
-
 def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_recall(world):
     corpus, queries, model = world
     searcher = FaissSearcher(model, index="IVF8,Flat", index_parameters="nprobe=1")
@@ -85,34 +72,3 @@ def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_rec
     assert searcher.last_index.parameters == "nprobe=1"
     stages = ("encode_queries", "encode_corpus", "index", "search")
     assert list(searcher.timing) == [f"{stage}_seconds" for stage in stages]
-
-
-def bm25_by_hand(query: str, documents: list[str], k1: float = 0.9, b: float = 0.4) -> np.ndarray:
-    def words(text: str) -> list[str]:
-        return re.findall(r"\w\w+", text.lower())
-
-    counts = [Counter(words(document)) for document in documents]
-    mean = sum(map(Counter.total, counts)) / len(counts)
-    scores = np.zeros(len(documents))
-    for word in words(query):
-        df = sum(word in count for count in counts)
-        idf = math.log(1 + (len(counts) - df + 0.5) / (df + 0.5))
-        scores += [idf * c[word] / (c[word] + k1 * (1 - b + b * c.total() / mean)) for c in counts]
-    return scores
-
-
-def test_bm25_scores_are_those_of_lucenes_formula():
-    pytest.importorskip("bm25s")
-    documents = [*sentences(30, 1), *sentences(5, 1), "a b"]
-    index = BM25Index(documents, "here")
-    for query in sentences(5, 2):
-        assert index.scores(query) == pytest.approx(bm25_by_hand(query, documents), rel=1e-5)
-    assert not index.scores("x").any()
-    with pytest.raises(DataError, match="no passage has a word"):
-        BM25Index(["a b c"], "here")
-
-
-def test_a_missing_bm25s_is_one_line_that_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ConfigError, match=r"pip install 'contaccum\[mining\]'"):
-        BM25Index(["the cat"], "here")
