@@ -8,7 +8,6 @@ checkpoint, an order of data that resumes, updates that are skipped whole or spl
 from __future__ import annotations
 
 import copy
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from contaccum.data.samplers import make_batch_sampler, make_set_sampler, set_shares
 from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import loading
-from contaccum.errors import ConfigError, NotFiniteError, UserError
+from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
 from contaccum.grad_norms import GradNormBalancer
 from contaccum.losses import ContAccumLoss
@@ -236,9 +235,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         try:
             with nullcontext() if last else self.accelerator.no_sync(model):
                 loss = super().training_step(model, dict(inputs))
-        except NotFiniteError:  # a loss of its own accord; the gradient must be as bad on every rank
-            loss = torch.full((), math.nan, device=self.args.device)
-            self.accelerator.backward(sum(p.sum() for p in model.parameters() if p.requires_grad) * loss)
         finally:
             self.current_gradient_accumulation_steps = steps
         if isinstance(self.loss, ContAccumLoss) and self.loss.last:
