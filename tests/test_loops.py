@@ -141,7 +141,7 @@ def test_the_trainer_ends_with_the_weights_of_the_plain_loop(
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset, quiet=True)
+    trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset)
     trainer.train()
     ended = {**model.state_dict(), "banked passages": trainer.loss.info_nce.bank.passages}
     assert [name for name in expected if not torch.equal(ended[name], expected[name])] == []

@@ -126,7 +126,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
         evaluator = RetrievalEvaluator(first, [name.lower() for name in METRICS], evaluation["batch_size"], similarity)
     about: dict[str, Any] = {"data_fingerprint": data.fingerprint, "mining_data": load_mining_data_of(data_args, args)}
-    trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, quiet=True, **about)
+    trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
     trainer.train()
     log = read_log(folder / TRAIN_LOG)
     seconds = [record["seconds"] for record in log]

@@ -85,13 +85,10 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     sampling_weights: dict | str | None = option(  # noqa: RUF009  # a field, as those above
         None, "Shares of micro-batches by name of the training set, as {a: 2, b: 1}; 1 for others."
     )
-    grad_cache_mini_batch_size: int | None = option(
-        None, "Pairs that grad_cache encodes at once. Default: a micro-batch."
-    )
+    grad_cache_mini_batch_size: int | None = option(None, "Pairs that grad_cache encodes at once: a micro-batch.")
     total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
     max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
     early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
-    early_stopping_threshold: float = option(0.0, "Better means better by more than this.")
 
     def __post_init__(self) -> None:
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
@@ -172,7 +169,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         refuse(rules)
         refreshes = ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin")
         refuse_alone(self, dict.fromkeys(refreshes, "refresh_negatives_every"))
-        refuse_alone(self, {"early_stopping_threshold": "early_stopping_patience"})
 
     def _refuse_on_this_machine(self) -> None:
         missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,8 +49,6 @@ class UpdateCallback(TrainerCallback):
         trainer.begin()
         if not state.is_world_process_zero:
             return
-        if not trainer.quiet:
-            print(log.describe_run(trainer), flush=True)
         write_json(folder / log.RUN_RECORD, log.run_record(trainer))
         log.keep_log_until(folder / log.TRAIN_LOG, state.global_step)
         log.keep_log_until(folder / log.EVAL_LOG, state.global_step or -1)
@@ -108,7 +105,7 @@ class EvaluationCallback(EarlyStoppingCallback):
     """Early stopping that outlives restarts, a line per evaluation, and an evaluation after the last update."""
 
     def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer.args.early_stopping_patience or sys.maxsize, trainer.args.early_stopping_threshold)
+        super().__init__(trainer.args.early_stopping_patience or sys.maxsize)
         self.trainer = trainer
         self._random: tuple[Any, ...] = ()
 
@@ -130,7 +127,8 @@ class EvaluationCallback(EarlyStoppingCallback):
         if not self.trainer.is_in_train:
             return
         if state.is_world_process_zero:
-            log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, self._line(args, state, metrics))
+            found = {key: x for key, x in metrics.items() if not key.startswith(("eval_samples_", "eval_steps_"))}
+            log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, {"update": state.global_step, **found})
         if args.early_stopping_patience is not None and state.global_step:
             super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
             if self.early_stopping_patience_counter >= self.early_stopping_patience and state.is_world_process_zero:
@@ -141,14 +139,6 @@ class EvaluationCallback(EarlyStoppingCallback):
         set_random_states(self._random)
         self.trainer.updates.present.started = time.perf_counter()
         forget_peak_memory(args.device)
-
-    def _line(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: x for key, x in metrics.items() if not key.startswith(("eval_samples_", "eval_steps_"))}
-        value = metrics.get(f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}")
-        if value is not None and state.global_step:
-            best = state.best_metric
-            found["best"] = best is None or bool(value > best if args.greater_is_better else value < best)
-        return {"update": state.global_step, **found}
 
 
 class SignalCallback(TrainerCallback):
@@ -181,9 +171,7 @@ class SignalCallback(TrainerCallback):
         print(f"contaccum: {name}: saving a checkpoint after this update; a second ends at once", file=sys.stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.received = -least_over_ranks(
-            -self.received, args.device
-        )  # ranks stop together, where one of them was asked to
+        self.received = -least_over_ranks(-self.received, args.device)  # ranks stop together, where one was asked to
         if self.received:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

@@ -76,9 +76,7 @@ def state_of(folder: str | os.PathLike[str]) -> TrainerState:
     return TrainerState.load_from_json(os.path.join(folder, "trainer_state.json"))
 
 
-def choose_checkpoint(
-    asked: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any], quiet: bool
-) -> str | None:
+def choose_checkpoint(asked: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any]) -> str | None:
     """The checkpoint to go on from: ``last`` (or ``True``), ``auto`` or a folder; None for ``auto`` without any.
 
     Raises `UserError` when there is none, none is whole, or it has not the ``settings`` of the run that is to go on.
@@ -103,7 +101,7 @@ def choose_checkpoint(
             f"{path}: bank, optimizer or place in the data would mean nothing with {'; '.join(changed)}. Set them "
             f"back, or train from its weights with --model {path}"
         )
-    if not quiet:
+    if args.process_index == 0:
         print(f"resuming from         {path} (after {facts['update']:,} updates)", flush=True)
     return str(path)
 

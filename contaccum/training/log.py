@@ -1,4 +1,4 @@
-"""What a run writes for people to read: a line per update, a record of the run, what it is about to do, a collapse.
+"""What a run writes for people to read: a line per update, a record of the run, a warning of a collapse.
 
 Files are read and written here, and nothing is computed; no torch is needed to read them. When something is written is
 decided in ``callbacks``.
@@ -89,16 +89,6 @@ def rows_of(dataset: Any) -> int | None:
     return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
 
 
-def describe_run(trainer: Any) -> str:
-    """What is about to happen, in a line."""
-    args, n, pairs = trainer.args, trainer.args.pairs_per_micro_batch, trainer.args.total_train_batch_size
-    bank = f", a bank of {args.bank_size:,}" if args.keeps_bank else ""
-    return (
-        f"{args.method}: {trainer.state.max_steps:,} updates of {pairs} pairs, in {pairs // (args.world_size * n)} "
-        f"micro-batches of {n} on {args.world_size} device(s){bank}"
-    )
-
-
 class CollapseWatch:
     """Warns once of each way to collapse: the loss of local rows is back at the logarithm of the number of columns (a
     guess) after it was well below; embeddings no longer differ; or the bank's columns from earlier updates get almost
@@ -107,14 +97,14 @@ class CollapseWatch:
 
     def __init__(self) -> None:
         self._lowest = math.inf  # loss, as a share of the logarithm of the columns
-        self._streak: dict[str, int] = {}
+        self._streak = {"loss": 0, "spread": 0, "bank": 0}
 
     def observe(self, record: Mapping[str, Any]) -> list[str]:
         """Warnings that the update's ``record`` (a line of the log) gives rise to: one line each, usually none.
 
         Keys looked at, where present: ``update``, ``loss``, ``columns``, ``embedding_spread``, ``bank_mass_aged``.
         """
-        found = {}
+        found, due = {}, []
         columns, loss = record.get("columns", 0), record.get("loss")
         if loss is not None and columns > 2:
             guess = math.log(columns)
@@ -126,9 +116,9 @@ class CollapseWatch:
             found["spread"] = f"all passages of a micro-batch have nearly the same embedding (spread {spread:.1e})"
         if aged is not None and aged < 0.02:
             found["bank"] = f"the bank's entries of earlier updates get {aged:.1%} of what a fresh negative gets"
-        # One that was warned of stays at its streak, and is never due again.
-        warned = {kind: streak for kind, streak in self._streak.items() if streak >= _PATIENCE}
-        self._streak = {kind: self._streak.get(kind, 0) + 1 for kind in found} | warned
-        due = [kind for kind, streak in self._streak.items() if streak == _PATIENCE and kind not in warned]
+        for kind, streak in self._streak.items():
+            if streak < _PATIENCE:  # what was warned of stays
+                self._streak[kind] = streak + 1 if kind in found else 0
+                due += [kind] if self._streak[kind] == _PATIENCE else []
         mend = "Lower learning_rate, or set a smaller bank_size; keep drift_compensation=auto."
         return [f"update {record.get('update')}: collapse: {found[kind]}. {mend}" for kind in due]

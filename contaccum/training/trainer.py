@@ -8,7 +8,6 @@ checkpoint, an order of data that resumes, updates that are skipped whole or spl
 from __future__ import annotations
 
 import copy
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from contaccum.data.samplers import make_batch_sampler, make_set_sampler, set_shares
 from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import loading
-from contaccum.errors import ConfigError, NotFiniteError, UserError
+from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
 from contaccum.grad_norms import GradNormBalancer
 from contaccum.losses import ContAccumLoss
@@ -56,7 +55,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
         data_fingerprint, data_sets: for ``run.json``: the hash of the texts (None: computed), and records by set.
         mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
-        quiet: do not print what the run will do.
         Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a :class:`RetrievalEvaluator`.
 
     Unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded as a query and the
@@ -89,7 +87,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         data_fingerprint: str | None = None,
         mining_data: MiningData | None = None,
         data_sets: Mapping[str, Mapping[str, Any]] | None = None,
-        quiet: bool = False,
         **kwargs: Any,
     ) -> None:
         args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
@@ -105,7 +102,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         check_columns(args, loss, columns)
         settle_parameters(args, model, loss)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
-        self.data_fingerprint, self.data_sets, self.quiet = data_fingerprint, data_sets or {}, quiet
+        self.data_fingerprint, self.data_sets = data_fingerprint, data_sets or {}
         self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
         self.batch_sampler: Any = None
         self.set_shares: dict[str, dict[str, Any]] = {}
@@ -162,8 +159,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             UserError: for a checkpoint that is not whole or not this run's, a disk that is full, too little memory.
         """
         args, asked = self.args, str(resume_from_checkpoint or "")
-        quiet = self.quiet or args.process_index > 0
-        self._checkpoint = checkpoint.choose_checkpoint(asked, args, self.settings(), quiet) if asked else None
+        self._checkpoint = checkpoint.choose_checkpoint(asked, args, self.settings()) if asked else None
         if self._checkpoint is not None:
             if args.finds_micro_batch:  # once a run: what is trained depends on it
                 self.updates.take_micro_batch(checkpoint.facts_of(self._checkpoint)["micro_batch"])
@@ -239,9 +235,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         try:
             with nullcontext() if last else self.accelerator.no_sync(model):
                 loss = super().training_step(model, dict(inputs))
-        except NotFiniteError:  # a loss of its own accord; the gradient must be as bad on every rank
-            loss = torch.full((), math.nan, device=self.args.device)
-            self.accelerator.backward(sum(p.sum() for p in model.parameters() if p.requires_grad) * loss)
         finally:
             self.current_gradient_accumulation_steps = steps
         if isinstance(self.loss, ContAccumLoss) and self.loss.last:

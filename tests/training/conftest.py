@@ -69,7 +69,7 @@ def trainer_in(tiny_model: Callable[..., DualEncoder]) -> Maker:
             settings.setdefault("bank_size", 20)
         args = ContAccumTrainingArguments(output_dir=str(folder), **settings)
         data = pairs(data) if isinstance(data, int) else data
-        return ContAccumTrainer(model, args, data, quiet=True, **given)
+        return ContAccumTrainer(model, args, data, **given)
 
     return make
 

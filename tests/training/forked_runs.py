@@ -78,7 +78,7 @@ def trainer_in(
 ) -> ContAccumTrainer:
     args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
     dataset = pairs(rows, negatives)
-    return ContAccumTrainer(model or build(), args, dataset.to_iterable_dataset() if stream else dataset, quiet=True)
+    return ContAccumTrainer(model or build(), args, dataset.to_iterable_dataset() if stream else dataset)
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
@@ -222,7 +222,7 @@ def ranks() -> dict[str, Any]:
             args = ContAccumTrainingArguments(output_dir=str(ROOT / f"{name}-{count}"), **arguments(**given))
             if count > 1:
                 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            trainer = ContAccumTrainer(fsdp_models[name], args, pairs(48), quiet=True)
+            trainer = ContAccumTrainer(fsdp_models[name], args, pairs(48))
             trainer.train(resume_from_checkpoint=str(ROOT / "fsdp-2" / "checkpoint-1") if "resumed" in name else None)
             assert type(trainer.model_wrapped).__name__.startswith("FSDP" if count > 1 else "Dual")
             trainer.save_model()

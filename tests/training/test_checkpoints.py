@@ -47,7 +47,6 @@ def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
     (ended / "checkpoint-8" / MARKER).unlink()
     os.truncate(ended / "checkpoint-7" / "optimizer.pt", 100)
     resumed = trainer_in(ended, **RUN, **SAVES)
-    resumed.quiet = False
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
     assert f"passed over {ended / 'checkpoint-8'}: it has no whole {MARKER}" in caplog.text

@@ -80,7 +80,6 @@ def test_the_last_update_is_evaluated_whatever_the_interval(trainer_in: Any, tmp
 def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(trainer_in: Any, tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, evaluator=Figures({1: 0.2, 2: 0.7, 3: 0.1}), save_total_limit=2, **BEST)
     trainer.train()
-    assert [line["best"] for line in log_of(tmp_path, "eval_log.jsonl")] == [True, True, False]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
     best, last = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 3))
     ours = {key.split(".", 1)[1]: value for key, value in trainer.model[0].state_dict().items() if "." in key}

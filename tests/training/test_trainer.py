@@ -139,14 +139,6 @@ def test_prompts_and_lengths_of_the_model_are_used_in_training(
     assert batch["query_input_ids"].shape[1] == 6 < batch["positive_input_ids"].shape[1] <= 20
 
 
-def test_the_start_says_what_will_happen(trainer_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = trainer_in(tmp_path, pairs(48, 1), bank_size=30)
-    trainer.quiet = False
-    trainer.train()
-    said = "contaccum: 4 updates of 12 pairs, in 3 micro-batches of 4 on 1 device(s), a bank of 30"
-    assert said in capsys.readouterr().out
-
-
 def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has only the column 'query': it needs a query and a positive"):
         trainer_in(tmp_path, Dataset.from_dict({"query": ["a"]}))
