@@ -24,7 +24,6 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"method": "grad_accum", "bank_size": 128}, ["grad_accum", "bank_size=128"]),
         ({"method": "pre_batch", "query_bank_size": 128}, ["pre_batch", "query_bank_size=128"]),
         ({"bank_size": 128, "query_bank_size": 256}, ["query_bank_size", "256", "bank_size"]),
-        ({"method": "contaccum", "grad_cache_mini_batch_size": 8}, ["contaccum", "grad_cache_mini_batch_size=8"]),
         ({"temperature": 0.0}, ["temperature"]),
         ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
         ({"bank_size": -1}, ["bank_size"]),

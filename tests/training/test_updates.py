@@ -135,7 +135,7 @@ def test_grad_cache_finds_what_it_encodes_at_once(trainer_in: Any, tmp_path: Pat
     trainer = trainer_in(tmp_path, method="grad_cache", **AUTO)
     runs_out(trainer, "passages", ALWAYS, fits=5)
     trainer.train()
-    assert trainer.args.grad_cache_mini_batch_size == trainer.loss.mini_batch_size == 4
+    assert trainer.args.pairs_per_micro_batch == trainer.loss.mini_batch_size == 4
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
 
 
