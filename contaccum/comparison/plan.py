@@ -158,8 +158,6 @@ def _by_key(tokens: Sequence[str]) -> dict[str, list[str]]:
 
 def _applies(key: str, method: str) -> bool:
     """Whether a training argument means anything to a method."""
-    if key == "grad_cache_mini_batch_size":
-        return method == "grad_cache"
     return method in BANK_METHODS or key not in LOSS_SETTINGS or key in _OF_EVERY_LOSS
 
 

@@ -29,7 +29,7 @@ METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
-_ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum",), "grad_cache_mini_batch_size": ("grad_cache",)}
+_ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum",)}
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -85,7 +85,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     sampling_weights: dict | str | None = option(  # noqa: RUF009  # a field, as those above
         None, "Shares of micro-batches by name of the training set, as {a: 2, b: 1}; 1 for others."
     )
-    grad_cache_mini_batch_size: int | None = option(None, "Pairs that grad_cache encodes at once: a micro-batch.")
     total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
     max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
     early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
@@ -195,16 +194,16 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         if pairs is not None:
             self.gradient_accumulation_steps = pairs // (n * ranks)
         self.total_train_batch_size = n * self.gradient_accumulation_steps * ranks
-        if self.method == "grad_cache" and self.grad_cache_mini_batch_size is None:
-            # One batch per update, encoded in micro-batches: what GradCache computes.
-            self.grad_cache_mini_batch_size = n
+        self._encoded_at_once: int | None = None  # of a batch that is a whole update
+        if self.method == "grad_cache":  # one batch per update, encoded in micro-batches: what GradCache computes
+            self._encoded_at_once = n
             self.per_device_train_batch_size *= self.gradient_accumulation_steps
             self.gradient_accumulation_steps = 1
 
     def take_micro_batch(self, n: int) -> None:
         """From now on micro-batches of ``n`` pairs, and as many of them as an update's pairs need."""
         if self.method == "grad_cache":
-            self.grad_cache_mini_batch_size = n
+            self._encoded_at_once = n
         else:
             self.gradient_accumulation_steps = self.per_device_train_batch_size * self.gradient_accumulation_steps // n
             self.per_device_train_batch_size = n
@@ -212,7 +211,11 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, which blanks its own tokens; nor are credentials of the environment or in URLs shown."""
-        return redact_record(super().to_dict())
+        found, n = super().to_dict(), self._encoded_at_once
+        if n is not None:  # as it was given, so that the same arguments can be made of it
+            found["gradient_accumulation_steps"] = self.per_device_train_batch_size // n
+            found["per_device_train_batch_size"] = n
+        return redact_record(found)
 
     @property
     def keeps_bank(self) -> bool:
@@ -243,7 +246,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     @property
     def pairs_per_micro_batch(self) -> int:
         """Pairs whose activations are in memory at once, on one device."""
-        return self.grad_cache_mini_batch_size or self.per_device_train_batch_size
+        return self._encoded_at_once or self.per_device_train_batch_size
 
     @property
     def keeps_best(self) -> bool:

@@ -303,10 +303,9 @@ def set_random_states(states: tuple[Any, ...]) -> None:
         setter(state)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, an accelerator's or the host's (PyTorch's allocator, or Python's)."""
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or (isinstance(error, Exception) and should_reduce_batch_size(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or should_reduce_batch_size(error)
 
 
 def peak_memory_mb(device: torch.device | str | None = None) -> float:

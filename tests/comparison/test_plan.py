@@ -40,11 +40,10 @@ def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens: list[str]) 
 
 
 def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens: list[str]) -> None:
-    more = ["--mask_duplicates=false", "--normalize_by", "all", "--grad_cache_mini_batch_size=2", "--temperature=0.1"]
-    found = plan([*tokens, *more], ["grad_accum", "grad_cache", "contaccum"])
-    (plain,), (cached,), (banked,) = (arguments(found, entry) for entry in ("grad_accum", "grad_cache", "contaccum"))
+    more = ["--mask_duplicates=false", "--normalize_by", "all", "--temperature=0.1"]
+    found = plan([*tokens, *more], ["grad_accum", "contaccum"])
+    (plain,), (banked,) = (arguments(found, entry) for entry in ("grad_accum", "contaccum"))
     assert not plain.bank_size and plain.mask_duplicates and plain.normalize_by == "local" and plain.temperature == 0.1
-    assert cached.grad_cache_mini_batch_size == 2 and banked.grad_cache_mini_batch_size is None
     assert (banked.bank_size, banked.mask_duplicates, banked.normalize_by) == (20, False, "all")
 
 
