@@ -20,8 +20,6 @@ from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
 
-AGES = (0, 1, 2, 4, 8, 16, 32, 64)  # updates: where ranges of age begin, for the bank's share of the softmax
-
 
 class BankedInfoNCE(nn.Module):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
@@ -203,15 +201,15 @@ class BankedInfoNCE(nn.Module):
 
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
-        n = len(step.local_losses)
-        columns, mass = bank.sums_by_age(weights.view(bank.span, -1)[:, 0], AGES)
+        n, oldest_first = len(step.local_losses), torch.arange(bank.first, bank.pairs, device=weights.device)
+        on_passages = weights.view(bank.span, -1)[oldest_first % bank.slots, 0]
+        aged, fresh = on_passages[: bank.aged].sum(), on_passages[bank.aged :].sum()
         local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
         in_batch = local.sum() - local.diagonal().sum()
-        fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
+        of_fresh = (in_batch + fresh) / (n - 1 + bank.in_use - bank.aged)
         return {
-            "bank_mass": mass.sum() / n,
-            "bank_mass_aged": mass[1:].sum() / sum(columns[1:]) / fresh,
-            "bank_mass_by_age": mass / n,
+            "bank_mass": (aged + fresh) / n,
+            "bank_mass_aged": aged / bank.aged / of_fresh,
             "in_batch_mass": in_batch / n,
         }
 
@@ -271,18 +269,14 @@ class BankedInfoNCE(nn.Module):
         """What is known about the age of the bank, for a log line: reads the device.
 
         Returns:
-            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``, ``bank_mass_age_A``,
-            ``in_batch_mass`` and ``bank_mass_aged``, and :meth:`DriftProbe.record`; docs/drift.md says what they tell.
+            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``, ``in_batch_mass`` and
+            ``bank_mass_aged``, and :meth:`DriftProbe.record`; docs/drift.md says what they tell.
         """
         if self.bank is None or self.bank.pairs == 0:
             return {}
-        oldest = self.bank.age
-        record: dict[str, float] = {"bank_age": oldest}
-        found = {key: float(self.last.get(key, math.nan)) for key in ("in_batch_mass", "bank_mass", "bank_mass_aged")}
-        record |= {key: value for key, value in found.items() if math.isfinite(value)}
-        masses = self.last["bank_mass_by_age"].tolist() if "bank_mass_by_age" in self.last else []
-        record |= {f"bank_mass_age_{age}": mass for age, mass in zip(AGES, masses, strict=False) if age <= oldest}
-        return record | (self.probe.record(oldest) if self.probe is not None else {})
+        masses = {key: float(self.last.get(key, math.nan)) for key in ("in_batch_mass", "bank_mass", "bank_mass_aged")}
+        record = {"bank_age": self.bank.age} | {key: x for key, x in masses.items() if math.isfinite(x)}
+        return record | (self.probe.record(self.bank.age) if self.probe is not None else {})
 
     # The bank's making -----------------------------------------------------------------------------------------------
 

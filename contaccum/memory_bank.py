@@ -113,9 +113,9 @@ class MemoryBank(nn.Module):
         return self.pairs - self.first
 
     @property
-    def aged(self) -> bool:
-        """Whether entries in use are of an older encoder than the present one."""
-        return self.first < self._update_began
+    def aged(self) -> int:
+        """Entries in use that are of an older encoder than the present one."""
+        return max(self._update_began - self.first, 0)
 
     @property
     def age(self) -> int:
@@ -301,15 +301,6 @@ class MemoryBank(nn.Module):
         """Leave every entry out from now on, those of the present update included."""
         self._forget(self.pairs)
         self.encoder_moved()
-
-    def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[list[int], Tensor]:
-        """How many entries in use are ``ages`` updates old, up to the next age, and the sums of their (m,) values."""
-        ends = [self.pairs if age == 0 else [self.first, *self._update_ends][-min(age, self.age + 1)] for age in ages]
-        begins, sums = [*ends[1:], self.first], values.new_zeros(len(ages))
-        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            for slots in _ring(begin, end, self.slots) if begin < end else ():
-                sums[i] += values[slots].sum()
-        return [end - begin for begin, end in zip(begins, ends, strict=True)], sums
 
     def get_extra_state(self) -> Tensor:
         """The counters, int64, on the CPU: reading them never waits for a device."""
