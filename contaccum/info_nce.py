@@ -131,7 +131,6 @@ class BankedInfoNCE(nn.Module):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         with torch.autocast(queries.device.type, enabled=False):
             step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, enqueues)
-            self.last = self._diagnostics(step)
             gradients = self._gradients(step) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
@@ -166,23 +165,18 @@ class BankedInfoNCE(nn.Module):
             bank_losses, bank_rows = bank.row_losses(scores)
         log_sum = torch.cat([scores.own.flatten(1), scores.by_block], dim=1).logsumexp(1)
         local_losses = log_sum - scores.positive
-        share = len(queries) + (bank_rows if self.normalize_by == "all" else 0)
+        n, passages = len(queries), units[1].detach()
+        share = n + (bank_rows if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + bank_losses.sum()) / share
-        return _MicroStep(
-            leaves, units[1], pairs, scores, log_sum, local_losses, bank_losses, bank_rows, share, loss, means
-        )
-
-    @torch.no_grad()
-    def _diagnostics(self, step: _MicroStep) -> dict[str, Any]:
-        (n, width, _), passages = step.pairs.columns.shape, step.passages
         spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
-        return {
-            "local_loss": step.local_losses.mean(),
-            "bank_loss": step.bank_losses.sum() / step.bank_rows.clamp_min(1),
-            "columns": n * width + (0 if self.bank is None else self.bank.in_use * self.bank.columns.shape[1]),
-            "bank_rows": self.bank.in_use if self.bank is not None and len(self.bank.queries) else 0,
+        self.last = {
+            "local_loss": local_losses.detach().mean(),
+            "bank_loss": bank_losses.detach().sum() / bank_rows.clamp_min(1),
+            "columns": n * columns.shape[1] + (0 if bank is None else bank.in_use * bank.columns.shape[1]),
+            "bank_rows": bank.in_use if bank is not None and len(bank.queries) else 0,
             "embedding_spread": spread if n > 1 else spread * math.nan,
         }
+        return _MicroStep(leaves, pairs, scores, log_sum, share, loss, means)
 
     def _gradients(self, step: _MicroStep) -> list[Tensor]:
         """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
@@ -201,7 +195,7 @@ class BankedInfoNCE(nn.Module):
 
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
-        n, oldest_first = len(step.local_losses), torch.arange(bank.first, bank.pairs, device=weights.device)
+        n, oldest_first = len(step.log_sum), torch.arange(bank.first, bank.pairs, device=weights.device)
         on_passages = weights.view(bank.span, -1)[oldest_first % bank.slots, 0]
         aged, fresh = on_passages[: bank.aged].sum(), on_passages[bank.aged :].sum()
         local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
@@ -328,13 +322,9 @@ class _MicroStep(NamedTuple):
     """What the loss of a micro-batch is made of."""
 
     leaves: list[Tensor]  # what gradients are taken of
-    passages: Tensor  # (n, d), as scored but for drift compensation
     pairs: Pairs
     scores: Scores
     log_sum: Tensor  # (n,) of local rows, over all columns
-    local_losses: Tensor  # (n,)
-    bank_losses: Tensor  # (m,), 0 for rows not in use
-    bank_rows: Tensor  # how many of them are
     share: Tensor | int  # what the sum of row losses is divided by
     loss: Tensor
     means: list[tuple[RunningMean, tuple[Tensor, ...]]]  # and what they will be, where they follow micro-batches

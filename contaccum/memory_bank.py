@@ -211,7 +211,9 @@ class MemoryBank(nn.Module):
         ``finite``, a bool scalar on the bank's device, is False, the entries hold zeros and are never used.
         """
         end = self.pairs + len(pairs.queries)
-        forgotten = self._forget(self._first_after(end))
+        overwritten = -(-(end - self.bank_size) // self.block)
+        past_limit = min(round((end - self.limit) / self.block), self._update_began // self.block)
+        forgotten = self._forget(max(self.first, self.block * max(overwritten, past_limit)))
         runs = list(self._runs(max(self.first, self.pairs), end))
         sums = self._extend_sums(scores, runs, forgotten, finite) if len(self.queries) else None
         width = min(pairs.columns.shape[1], self.columns.shape[1])
@@ -263,12 +265,6 @@ class MemoryBank(nn.Module):
             blocks = slice(slot // self.block, -(-(slot + stop - first) // self.block))
             yield blocks, slice(slot, slot + stop - first), slice(first - self.pairs, stop - self.pairs)
             first = stop
-
-    def _first_after(self, end: int) -> int:
-        """The first pair in use once ``end`` have come, where a block begins."""
-        overwritten = -(-(end - self.bank_size) // self.block)
-        past_limit = min(round((end - self.limit) / self.block), self._update_began // self.block)
-        return max(self.first, self.block * max(overwritten, past_limit))
 
     @torch.no_grad()
     def _forget(self, first: int) -> list[slice]:
