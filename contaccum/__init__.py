@@ -35,7 +35,3 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))

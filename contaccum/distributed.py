@@ -52,17 +52,16 @@ def gather_batch(embeddings: list[Tensor], ids: Ids) -> tuple[list[Tensor], Ids,
         embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d), with this rank's n; detached.
 
     Returns:
-        The embeddings (N, ...), the ids (N, ...) and the slice of this rank's rows, N being the sum of all n.
+        The embeddings (N, ...), the ids (N, ...), NO_ID where a rank brings none, and the slice of this rank's rows; N
+        is the sum of all n.
 
     Raises:
         ValueError: on every rank, when d, h or the dtype differ between ranks, or all micro-batches are empty.
     """
     n, d = embeddings[0].shape
     h = embeddings[2].shape[1] if len(embeddings) > 2 else 0
-    given = [x is not None for x in ids]
-    facts = torch.tensor([[n, d, h, embeddings[0].element_size(), *given]], device=embeddings[0].device)
-    every = _all_gather(facts, world_size() * [1])
-    lengths, *shapes = every[:, :4].T.tolist()
+    facts = torch.tensor([[n, d, h, embeddings[0].element_size()]], device=embeddings[0].device)
+    lengths, *shapes = _all_gather(facts, world_size() * [1]).T.tolist()
     for name, values in zip(("embedding size", "hard negatives per query", "bytes per number"), shapes, strict=True):
         if len(set(values)) > 1:
             raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in {name}: {', '.join(map(str, values))}")
@@ -72,16 +71,12 @@ def gather_batch(embeddings: list[Tensor], ids: Ids) -> tuple[list[Tensor], Ids,
     joined = _all_gather(torch.cat([x.flatten(1) for x in embeddings], dim=1), lengths)
     parts = joined.split([x.shape[1:].numel() for x in embeddings], dim=1)
     everyone = [part.reshape(-1, *x.shape[1:]).contiguous() for part, x in zip(parts, embeddings, strict=True)]
-    anywhere = every[:, 4:].any(0).tolist()
-    if not any(anywhere):
-        return everyone, Ids(), own
     columns = [
         facts.new_full((n, width), NO_ID) if x is None else x.to(facts).reshape(n, width)
         for x, width in zip(ids, (1, 1, h), strict=True)
     ]
     query_ids, passage_ids, negative_ids = _all_gather(torch.cat(columns, dim=1), lengths).split([1, 1, h], dim=1)
-    found = (query_ids[:, 0], passage_ids[:, 0], negative_ids)
-    return everyone, Ids(*(x if known else None for known, x in zip(anywhere, found, strict=True))), own
+    return everyone, Ids(query_ids[:, 0], passage_ids[:, 0], negative_ids), own
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:

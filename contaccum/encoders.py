@@ -195,11 +195,11 @@ def freeze_word_embeddings(model: nn.Module) -> None:
 
 def set_attention(model: nn.Module, implementation: str) -> None:
     """Choose how backbones compute attention, by transformers' name for it; ConfigError for one that it has not."""
-    for backbone in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
-        try:
+    try:
+        for backbone in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
             backbone.set_attn_implementation(implementation)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"attn_implementation={implementation}: {error}") from error
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"attn_implementation={implementation}: {error}") from error
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def require_model(name: str) -> None:
         raise UserError(f"{name}: no such model folder")
     names = [name] if "/" in name else [name, f"sentence-transformers/{name}"]
     try:
-        if not any(isinstance(try_to_load_from_cache(repo, "config.json"), str) for repo in names):
+        if not any(try_to_load_from_cache(repo, "config.json") for repo in names):
             HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
         return  # the library knows other names for a model, and says what it looked for
@@ -249,7 +249,8 @@ def _refuse_own_classes(folder: Path) -> None:
     file, own = folder / "modules.json", "sentence_transformers."
     modules = read_json(file, list) if file.is_file() else []
     named = [(file, str(module["type"])) for module in modules]
-    for file in [folder / module["path"] / name for module in modules for name in _ROUTERS]:
+    routers = ("router_config.json", "config.json")  # the latter is what older versions wrote
+    for file in [folder / module["path"] / name for module in modules for name in routers]:
         types = read_json(file).get("types") if file.is_file() else None
         named += [(file, str(kind)) for kind in types.values()] if isinstance(types, dict) else []
     for file, kind in named:
@@ -262,9 +263,6 @@ def _refuse_own_classes(folder: Path) -> None:
                 f"{file}: names {kind!r}, which is no module of sentence-transformers but code of the folder's choice. "
                 "If you have read it and trust it, pass --trust_remote_code"
             )
-
-
-_ROUTERS = ("router_config.json", "config.json")  # the latter is what older versions wrote
 
 
 def _load_transformer(

@@ -20,8 +20,6 @@ from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
 
-AGES = (0, 1, 2, 4, 8, 16, 32, 64)  # updates: where ranges of age begin, for the bank's share of the softmax
-
 
 class BankedInfoNCE(nn.Module):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
@@ -133,7 +131,6 @@ class BankedInfoNCE(nn.Module):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         with torch.autocast(queries.device.type, enabled=False):
             step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, enqueues)
-            self.last = self._diagnostics(step)
             gradients = self._gradients(step) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
@@ -168,23 +165,18 @@ class BankedInfoNCE(nn.Module):
             bank_losses, bank_rows = bank.row_losses(scores)
         log_sum = torch.cat([scores.own.flatten(1), scores.by_block], dim=1).logsumexp(1)
         local_losses = log_sum - scores.positive
-        share = len(queries) + (bank_rows if self.normalize_by == "all" else 0)
+        n, passages = len(queries), units[1].detach()
+        share = n + (bank_rows if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + bank_losses.sum()) / share
-        return _MicroStep(
-            leaves, units[1], pairs, scores, log_sum, local_losses, bank_losses, bank_rows, share, loss, means
-        )
-
-    @torch.no_grad()
-    def _diagnostics(self, step: _MicroStep) -> dict[str, Any]:
-        (n, width, _), passages = step.pairs.columns.shape, step.passages
         spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
-        return {
-            "local_loss": step.local_losses.mean(),
-            "bank_loss": step.bank_losses.sum() / step.bank_rows.clamp_min(1),
-            "columns": n * width + (0 if self.bank is None else self.bank.in_use * self.bank.columns.shape[1]),
-            "bank_rows": self.bank.in_use if self.bank is not None and len(self.bank.queries) else 0,
+        self.last = {
+            "local_loss": local_losses.detach().mean(),
+            "bank_loss": bank_losses.detach().sum() / bank_rows.clamp_min(1),
+            "columns": n * columns.shape[1] + (0 if bank is None else bank.in_use * bank.columns.shape[1]),
+            "bank_rows": bank.in_use if bank is not None and len(bank.queries) else 0,
             "embedding_spread": spread if n > 1 else spread * math.nan,
         }
+        return _MicroStep(leaves, pairs, scores, log_sum, share, loss, means)
 
     def _gradients(self, step: _MicroStep) -> list[Tensor]:
         """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
@@ -203,15 +195,15 @@ class BankedInfoNCE(nn.Module):
 
         Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
         """
-        n = len(step.local_losses)
-        columns, mass = bank.sums_by_age(weights.view(bank.span, -1)[:, 0], AGES)
+        n, oldest_first = len(step.log_sum), torch.arange(bank.first, bank.pairs, device=weights.device)
+        on_passages = weights.view(bank.span, -1)[oldest_first % bank.slots, 0]
+        aged, fresh = on_passages[: bank.aged].sum(), on_passages[bank.aged :].sum()
         local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
         in_batch = local.sum() - local.diagonal().sum()
-        fresh = (in_batch + mass[0]) / (n - 1 + columns[0])
+        of_fresh = (in_batch + fresh) / (n - 1 + bank.in_use - bank.aged)
         return {
-            "bank_mass": mass.sum() / n,
-            "bank_mass_aged": mass[1:].sum() / sum(columns[1:]) / fresh,
-            "bank_mass_by_age": mass / n,
+            "bank_mass": (aged + fresh) / n,
+            "bank_mass_aged": aged / bank.aged / of_fresh,
             "in_batch_mass": in_batch / n,
         }
 
@@ -271,18 +263,14 @@ class BankedInfoNCE(nn.Module):
         """What is known about the age of the bank, for a log line: reads the device.
 
         Returns:
-            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``, ``bank_mass_age_A``,
-            ``in_batch_mass`` and ``bank_mass_aged``, and :meth:`DriftProbe.record`; docs/drift.md says what they tell.
+            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``, ``in_batch_mass`` and
+            ``bank_mass_aged``, and :meth:`DriftProbe.record`; docs/drift.md says what they tell.
         """
         if self.bank is None or self.bank.pairs == 0:
             return {}
-        oldest = self.bank.age
-        record: dict[str, float] = {"bank_age": oldest}
-        found = {key: float(self.last.get(key, math.nan)) for key in ("in_batch_mass", "bank_mass", "bank_mass_aged")}
-        record |= {key: value for key, value in found.items() if math.isfinite(value)}
-        masses = self.last["bank_mass_by_age"].tolist() if "bank_mass_by_age" in self.last else []
-        record |= {f"bank_mass_age_{age}": mass for age, mass in zip(AGES, masses, strict=False) if age <= oldest}
-        return record | (self.probe.record(oldest) if self.probe is not None else {})
+        masses = {key: float(self.last.get(key, math.nan)) for key in ("in_batch_mass", "bank_mass", "bank_mass_aged")}
+        record = {"bank_age": self.bank.age} | {key: x for key, x in masses.items() if math.isfinite(x)}
+        return record | (self.probe.record(self.bank.age) if self.probe is not None else {})
 
     # The bank's making -----------------------------------------------------------------------------------------------
 
@@ -334,13 +322,9 @@ class _MicroStep(NamedTuple):
     """What the loss of a micro-batch is made of."""
 
     leaves: list[Tensor]  # what gradients are taken of
-    passages: Tensor  # (n, d), as scored but for drift compensation
     pairs: Pairs
     scores: Scores
     log_sum: Tensor  # (n,) of local rows, over all columns
-    local_losses: Tensor  # (n,)
-    bank_losses: Tensor  # (m,), 0 for rows not in use
-    bank_rows: Tensor  # how many of them are
     share: Tensor | int  # what the sum of row losses is divided by
     loss: Tensor
     means: list[tuple[RunningMean, tuple[Tensor, ...]]]  # and what they will be, where they follow micro-batches

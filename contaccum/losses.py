@@ -195,13 +195,11 @@ class ContAccumLoss(nn.Module):
     @property
     def citation(self) -> str:
         """Of the paper, for the model card."""
-        return """
-@inproceedings{kim2024contaccum,
-    title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
-    author={Jaehee Kim and Yukyung Lee and Pilsung Kang},
-    booktitle={Advances in Neural Information Processing Systems}, year={2024}, eprint={2406.12356},
-}
-"""
+        return (
+            "@inproceedings{kim2024contaccum, author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},\n"
+            "title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},\n"
+            "booktitle={Advances in Neural Information Processing Systems}, eprint={2406.12356}}"
+        )
 
     def _follow_encoder(self, features: list[dict[str, Any]]) -> None:
         """Count updates, and probe the encoder when one has passed and enough pairs with it."""
@@ -213,11 +211,11 @@ class ContAccumLoss(nn.Module):
         # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
         if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
             return
+        bank = None if self.info_nce is None else self.info_nce.bank
         first = self._probe is None and self.info_nce is None
         if first:
             self._probe = TextProbe.of(features, self._shared)
         # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
-        bank = None if self.info_nce is None else self.info_nce.bank
         pairs = 0 if bank is None else bank.pairs
         if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
             queries, passages = self._probe.encode(self.model, features)

@@ -113,9 +113,9 @@ class MemoryBank(nn.Module):
         return self.pairs - self.first
 
     @property
-    def aged(self) -> bool:
-        """Whether entries in use are of an older encoder than the present one."""
-        return self.first < self._update_began
+    def aged(self) -> int:
+        """Entries in use that are of an older encoder than the present one."""
+        return max(self._update_began - self.first, 0)
 
     @property
     def age(self) -> int:
@@ -211,7 +211,9 @@ class MemoryBank(nn.Module):
         ``finite``, a bool scalar on the bank's device, is False, the entries hold zeros and are never used.
         """
         end = self.pairs + len(pairs.queries)
-        forgotten = self._forget(self._first_after(end))
+        overwritten = -(-(end - self.bank_size) // self.block)
+        past_limit = min(round((end - self.limit) / self.block), self._update_began // self.block)
+        forgotten = self._forget(max(self.first, self.block * max(overwritten, past_limit)))
         runs = list(self._runs(max(self.first, self.pairs), end))
         sums = self._extend_sums(scores, runs, forgotten, finite) if len(self.queries) else None
         width = min(pairs.columns.shape[1], self.columns.shape[1])
@@ -264,12 +266,6 @@ class MemoryBank(nn.Module):
             yield blocks, slice(slot, slot + stop - first), slice(first - self.pairs, stop - self.pairs)
             first = stop
 
-    def _first_after(self, end: int) -> int:
-        """The first pair in use once ``end`` have come, where a block begins."""
-        overwritten = -(-(end - self.bank_size) // self.block)
-        past_limit = min(round((end - self.limit) / self.block), self._update_began // self.block)
-        return max(self.first, self.block * max(overwritten, past_limit))
-
     @torch.no_grad()
     def _forget(self, first: int) -> list[slice]:
         """Leave the blocks before pair ``first`` out of rows and columns; returns where in the ring they are."""
@@ -301,15 +297,6 @@ class MemoryBank(nn.Module):
         """Leave every entry out from now on, those of the present update included."""
         self._forget(self.pairs)
         self.encoder_moved()
-
-    def sums_by_age(self, values: Tensor, ages: tuple[int, ...]) -> tuple[list[int], Tensor]:
-        """How many entries in use are ``ages`` updates old, up to the next age, and the sums of their (m,) values."""
-        ends = [self.pairs if age == 0 else [self.first, *self._update_ends][-min(age, self.age + 1)] for age in ages]
-        begins, sums = [*ends[1:], self.first], values.new_zeros(len(ages))
-        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            for slots in _ring(begin, end, self.slots) if begin < end else ():
-                sums[i] += values[slots].sum()
-        return [end - begin for begin, end in zip(begins, ends, strict=True)], sums
 
     def get_extra_state(self) -> Tensor:
         """The counters, int64, on the CPU: reading them never waits for a device."""

@@ -17,7 +17,6 @@ def dense_loss(
     positives: list[int],
     local_rows: int,
     temperature: float,
-    similarity: str,
     normalize_by: str = "local",
     masked: Tensor | None = None,
     moved: Tensor | None = None,
@@ -31,8 +30,6 @@ def dense_loss(
         moved: (rows, d), how far a row counts as moved in its push on the columns, though not in its scores.
     """
     q, c = torch.cat(rows), torch.cat(columns)
-    if similarity == "cos":
-        q, c = normalize(q, dim=-1), normalize(c, dim=-1)
     scores = q @ c.T / temperature
     if moved is not None:
         push = moved @ c.T / temperature
@@ -97,7 +94,7 @@ class History:
             columns_of[[*range(0, n * width, width), *starts.tolist()], 0] = torch.stack([i[0] for i in about])
             rows_of = torch.stack([i[:2] for i in about])[: len(positives)]
             masked = masked_columns(rows_of, positives, columns_of, self.table)
-        return dense_loss(rows, parts, positives, n, fn.temperature, "dot", fn.normalize_by, masked, moved)
+        return dense_loss(rows, parts, positives, n, fn.temperature, fn.normalize_by, masked, moved)
 
     def add(self, inputs: list[Tensor], ids: list[Tensor]) -> None:
         """Note a micro-batch that the loss has enqueued by now."""

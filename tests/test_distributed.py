@@ -77,7 +77,7 @@ def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) 
         loss = loss_fn(*model(inputs), **dict(zip(names, ids, strict=False)))
         (loss / 3).backward()
         losses.append(loss.item())
-        told.append({key: float(value) for key, value in loss_fn.last.items() if key != "bank_mass_by_age"})
+        told.append({key: float(value) for key, value in loss_fn.last.items()})
         if step == 2:
             gradients.append(torch.stack([p.grad for p in towers.parameters()]))
             with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from contaccum.files import (
     fingerprint,
     read_json,
     redact,
-    redact_record,
     require_writable,
     write_json,
     write_text,
@@ -34,7 +32,6 @@ from contaccum.files import (
         (OSError(errno.ENOSPC, "No space left on device"), UserError),
         (FileNotFoundError(errno.ENOENT, "of what was read"), FileNotFoundError),
     ],
-    ids=["the writer", "the disk", "what it reads"],
 )
 def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
     error: Exception, expected: type[Exception], tmp_path: Path
@@ -44,8 +41,7 @@ def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
     with pytest.raises(expected), atomic_file(path) as part:
         part.write_text("after, the first ha")
         raise error
-    assert path.read_text() == "before"
-    assert os.listdir(tmp_path) == ["out.json"]
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
 
 
 def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(tmp_path: Path) -> None:
@@ -76,17 +72,14 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(path) == ["fourth"] and os.listdir(tmp_path) == ["store"]
 
 
-def test_json_is_refused_by_name_when_it_is_missing_torn_or_of_another_kind(tmp_path: Path) -> None:
+def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
-        read_json(path)
     path.write_text('{"a": ')
     with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
         read_json(path)
     write_json(path, [1])
     with pytest.raises(DataError, match=r"a\.json: holds a list, where a dict is expected"):
         read_json(path)
-    assert read_json(path, list) == [1]
     with pytest.raises(ValueError):
         write_json(path, {"loss": float("nan")})
     assert read_json(path, list) == [1]
@@ -136,31 +129,22 @@ def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_ke
 SECRETS = {
     "HF_TOKEN": "hf_QwErTyUiOpAsDfGhJk",
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
-    "AWS_SECRET_ACCESS_KEY": "pLaNtEd/SeCrEt+KeY/0123456789abcdefgh",
     "PGPASSWORD": "staple-horse-battery",
     "SOME_CLIENT_SECRET": "planted-client-secret",
 }
 URL = "https://someone:planted-url-password@example.org/data"
 
 
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_passwords_of_urls_are_replaced_by_marks(planted: None) -> None:
-    assert redact(f"GET {URL}") == "GET https://***@example.org/data"
-    assert redact(str(Path(URL))) == "https:/***@example.org/data"  # a path makes one slash of two
-
-
-def test_what_is_written_as_json_holds_no_credential_at_any_depth(planted: None, tmp_path: Path) -> None:
-    for name, token in SECRETS.items():
-        content = {"a": [f"--token={token}!", {"b": (URL, 3, None)}], token: 1.5}
-        expected = {"a": [f"--token=<{name}>!", {"b": ("https://***@example.org/data", 3, None)}], f"<{name}>": 1.5}
-        assert redact_record(content) == expected
+@pytest.mark.parametrize("name", SECRETS)
+def test_what_is_written_as_json_holds_no_credential_at_any_depth(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(name, SECRETS[name])
+    content = {"a": [f"--token={SECRETS[name]}!", {"b": [URL, 3, None]}], SECRETS[name]: str(Path(URL))}
     write_json(tmp_path / "run.json", content)
-    assert json.loads((tmp_path / "run.json").read_text()) == json.loads(json.dumps(expected))
+    # A path makes one slash of two.
+    expected = {"b": ["https://***@example.org/data", 3, None]}, "https:/***@example.org/data"
+    assert read_json(tmp_path / "run.json") == {"a": [f"--token=<{name}>!", expected[0]], f"<{name}>": expected[1]}
 
 
 def test_what_is_no_credential_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from transformers.trainer_utils import SaveStrategy
 from contaccum.data.samplers import SET_SAMPLERS
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact_record
-from contaccum.grad_norms import BALANCES
 from contaccum.info_nce import BankedInfoNCE
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
@@ -73,7 +72,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
-    balance_grad_norms: str = option("none", "geometric: bring both towers' gradients to the mean norm.", BALANCES)
     refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")
     refresh_corpus: str | None = option(None, "Where to mine. Default: a BEIR folder's corpus, else the positives.")
     refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")

@@ -31,7 +31,6 @@ from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import loading
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
-from contaccum.grad_norms import GradNormBalancer
 from contaccum.losses import ContAccumLoss
 from contaccum.training import checkpoint
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
@@ -103,7 +102,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         settle_parameters(args, model, loss)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
         self.data_fingerprint, self.data_sets = data_fingerprint, data_sets or {}
-        self.balancer = None if args.balance_grad_norms == "none" else GradNormBalancer()
         self.batch_sampler: Any = None
         self.set_shares: dict[str, dict[str, Any]] = {}
         self._checkpoint: str | None = None
@@ -299,9 +297,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """What a checkpoint keeps beside model and optimizer: prefix, how to get it on all ranks, how to load it."""
         for index, loss in enumerate(self.bank_losses()):
             yield f"{index}.", partial(loss.bank_state_dict, keep=self.args.should_save), loss.load_bank_state_dict
-        for name, one in (("balancer", self.balancer), ("refresh", self.refresh)):
-            if one is not None:
-                yield f"{name}.", one.state_dict, one.load_state_dict
+        if self.refresh is not None:
+            yield "refresh.", self.refresh.state_dict, self.refresh.load_state_dict
 
     def settings(self) -> dict[str, Any]:
         """What a run that goes on from a checkpoint must have in common with it."""

@@ -85,8 +85,7 @@ class Updates:
         update.inputs.append(inputs)
         while True:
             if self._tower_norms is None:
-                whole = trainer.accelerator.unwrap_model(model)
-                self._tower_norms = TowerGradNorms(whole, trainer.balancer)
+                self._tower_norms = TowerGradNorms(trainer.accelerator.unwrap_model(model))
             try:
                 loss = self._micro_steps(model, first)
                 break

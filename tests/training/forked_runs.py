@@ -169,8 +169,8 @@ CASES: dict[str, dict[str, Any]] = {
     "grad_accum": {"method": "grad_accum", "negatives": 1},
     "grad_cache": {"method": "grad_cache", "negatives": 1},
     "grad_cache, untied": {"method": "grad_cache", "tied": False},
-    "contaccum": {"balance_grad_norms": "geometric", "max_grad_norm": 0.5},
-    "contaccum, untied": {"tied": False, "negatives": 1, "balance_grad_norms": "geometric", "max_grad_norm": 0.5},
+    "contaccum": {"max_grad_norm": 0.5},
+    "contaccum, untied": {"tied": False, "negatives": 1, "max_grad_norm": 0.5},
     "pre_batch": {"method": "pre_batch", "negatives": 1},
     "stream": {"stream": True},
 }
@@ -212,7 +212,7 @@ def ranks() -> dict[str, Any]:
 
     def sharded(number: int, count: int = 2) -> None:
         """FSDP, saved and resumed; accelerate shards on accelerators only, torch on a CPU as well."""
-        given = {**COMMON, "optim": "adamw_torch", "learning_rate": 1e-3, "balance_grad_norms": "geometric"}
+        given = {**COMMON, "optim": "adamw_torch", "learning_rate": 1e-3}
         given |= {"per_device_train_batch_size": 8 // count, "save_strategy": "steps"}
         if count > 1:
             given |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
