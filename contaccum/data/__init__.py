@@ -22,7 +22,6 @@ from contaccum.data.readers import (
     Passage,
     Questions,
     Record,
-    count_roughly,
     load_questions,
     parse_columns,
     read_passages,

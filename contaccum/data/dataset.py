@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,6 @@ from contaccum.files import Fingerprint as Content
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
-SHUFFLE_BUFFER = 10_000
 _TRIPLES = 30  # of an MS MARCO query that are sampled from unless said otherwise: published are hundreds
 
 
@@ -59,9 +58,10 @@ class TrainingData:
     """
 
     dataset: Dataset | IterableDataset
+    path: str
+    data_format: DataFormat
     report: RecordReport
     fingerprint: str
-    data_format: DataFormat
     transform: Any = None
     pairs: Any = None
 
@@ -88,7 +88,6 @@ def load_training_data(
     missing_negatives: MissingNegatives = "fill",
     negatives_to_come: bool = False,
     streaming: bool = False,
-    shuffle_buffer_size: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
@@ -100,7 +99,7 @@ def load_training_data(
         num_hard_negatives, positives, negatives_from, missing_negatives: see `Selection`.
         negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
         streaming: store nothing, and read the files anew in each pass; an endless `datasets.IterableDataset`.
-        shuffle_buffer_size, seed: of a stream: rows that are held, and what order and samples depend on.
+        seed: what order and samples of a stream depend on.
 
     Raises:
         ConfigError: an unknown format, or settings that cannot be used.
@@ -115,9 +114,9 @@ def load_training_data(
     if positives is None:
         selection = replace(selection, positives="all" if source.data_format in JUDGED else "draw")
     if streaming:
-        content = source.key("stream", on_bad_record, *astuple(selection), shuffle_buffer_size)
-        rows = stream_rows(source, selection, report, shuffle_buffer_size, seed)
-        return TrainingData(rows, report, content, source.data_format)
+        content = source.key("stream", on_bad_record, *astuple(selection))
+        rows = stream_rows(source, selection, report, seed)
+        return TrainingData(rows, str(path), source.data_format, report, content)
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
     negatives, listed = (_lengths(records, name) for name in ("negatives", "positives"))
@@ -136,7 +135,8 @@ def load_training_data(
         most = int(negatives.max())
         drawn = min(negatives_from or most, most)
         used += [about["negatives"], h, drawn, missing_negatives if negatives.min() < h else None]
-    return TrainingData(as_rows(sampling), report, fingerprint(*used), source.data_format, sampling, pairs)
+    content = fingerprint(*used)
+    return TrainingData(as_rows(sampling), str(path), source.data_format, report, content, sampling, pairs)
 
 
 def _lengths(records: Dataset, name: str) -> np.ndarray:
@@ -157,27 +157,15 @@ def _rows(kept: np.ndarray, each: np.ndarray, records: int) -> np.ndarray | None
 
 # Several sets --------------------------------------------------------------------------------------------------------
 
-_SELECTED = tuple(one.name for one in fields(Selection))
-SET_KEYS = ("path", "name", "weight", "query_prompt", "passage_prompt", "format", "columns", "split", *_SELECTED)
-
-
-class TrainingSet(NamedTuple):
-    """What is said of one training set; a prompt that is None is the model's."""
-
-    path: str
-    name: str
-    weight: float | None  # its share of the micro-batches, relative to others
-    query_prompt: str | None
-    passage_prompt: str | None
-    reading: Mapping[str, Any]  # other arguments of `load_training_data`
+SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
+"""What may be said of one set, and the arguments of `load_training_data` that it becomes."""
 
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Several sets that were read, or one."""
+    """Several sets that were read, by name, or one."""
 
-    sets: Sequence[TrainingSet]
-    parts: Sequence[TrainingData]
+    parts: Mapping[str, TrainingData]
     fingerprint: str  # sha256, in hex, of those of all in order
 
     @property
@@ -185,90 +173,73 @@ class TrainingSets:
         """The rows, of several by the names of the sets."""
         from datasets import DatasetDict
 
-        if len(self.parts) == 1:
-            return self.parts[0].dataset
-        return DatasetDict({one.name: part.dataset for one, part in zip(self.sets, self.parts, strict=True)})
-
-    def prompts(self, model_prompts: Mapping[str, str | None]) -> dict[str, Any] | None:
-        """Prompts by column, of several sets by set and column, the model's where a set has none of its own; None where
-        no set has any."""
-        if all(one.query_prompt is None and one.passage_prompt is None for one in self.sets):
-            return None
-        found = {}
-        for one, part in zip(self.sets, self.parts, strict=True):
-            query = model_prompts.get("query") if one.query_prompt is None else one.query_prompt
-            passage = model_prompts.get("document") if one.passage_prompt is None else one.passage_prompt
-            by_column = {name: query if name == "query" else passage for name in part.dataset.column_names}
-            found[one.name] = {name: prompt for name, prompt in by_column.items() if prompt and name != "label"}
-        return found if len(found) > 1 else found[self.sets[0].name]
+        rows = {name: part.dataset for name, part in self.parts.items()}
+        return DatasetDict(rows) if len(rows) > 1 else next(iter(rows.values()))
 
     def records(self) -> dict[str, dict[str, Any]]:
         """What a result says of each set, by name."""
         return {
-            one.name: {"path": one.path, "format": part.data_format, "fingerprint": part.fingerprint}
-            | {"query_prompt": one.query_prompt, "passage_prompt": one.passage_prompt}
-            for one, part in zip(self.sets, self.parts, strict=True)
+            name: {"path": part.path, "format": part.data_format, "fingerprint": part.fingerprint}
+            for name, part in self.parts.items()
         }
 
     def summary(self) -> str:
         """A line for each set: what became of its records."""
-        return "\n".join(f"{one.name}: {part.summary()}" for one, part in zip(self.sets, self.parts, strict=True))
+        return "\n".join(f"{name}: {part.summary()}" for name, part in self.parts.items())
 
 
-def load_training_sets(sets: Sequence[TrainingSet], **common: Any) -> TrainingSets:
-    """Read sets, each as `load_training_data` does with its own arguments and `common`; of several, all know the
-    positives of all: what any set calls a positive of a query is no negative of it in another.
+def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
+    """Read each set as `load_training_data` does with its arguments and `common`; of several, all know the positives
+    of all: what any set calls a positive of a query is no negative of it in another.
 
     Raises:
         ConfigError, DataError: as `load_training_data`; several sets as a stream.
     """
     if len(sets) > 1 and common.get("streaming"):
         raise ConfigError(f"streaming=true with {len(sets)} sets in train_data: one set is streamed, put them together")
-    parts = [load_training_data(one.path, **{**common, **one.reading}) for one in sets]
+    parts = {name: load_training_data(**{**common, **how}) for name, how in sets.items()}
     if len(parts) > 1:
-        known = several_positives(np.concatenate([part.pairs for part in parts]))
-        for part in parts:  # whose rows meet, and equal texts must be known for that
+        known = several_positives(np.concatenate([part.pairs for part in parts.values()]))
+        for part in parts.values():  # whose rows meet, and equal texts must be known for that
             part.transform.gives_ids, part.transform.known_positives = True, known
-    found = [part.fingerprint for part in parts]
-    return TrainingSets(sets, parts, found[0] if len(found) == 1 else fingerprint(*found))
+    found = [part.fingerprint for part in parts.values()]
+    return TrainingSets(parts, found[0] if len(found) == 1 else fingerprint(*found))
 
 
 def parse_training_sets(
     given: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any] | None = None
-) -> list[TrainingSet]:
-    """Training sets from paths and mappings with keys of `SET_KEYS`; a text that begins with `{` is a mapping in JSON.
+) -> dict[str, dict[str, Any]]:
+    """The arguments of `load_training_data` for each set by its name, from paths and mappings with keys of `SET_KEYS`;
+    a text that begins with `{` is a mapping in JSON.
 
-    A mapping overrides what is `common` to all, arguments of `load_training_data`. Raises `ConfigError` for what cannot
-    be used, and for two sets of one name.
+    A mapping overrides what is `common` to all. Raises `ConfigError` for what cannot be used, and for two sets of one
+    name.
     """
-    sets: dict[str, TrainingSet] = {}
+    sets: dict[str, dict[str, Any]] = {}
     for item in given:
         try:
-            one = _parse(item, common or {})
+            name, how = _parse(item, common or {})
         except ValueError as error:  # a ConfigError is one too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
-        if one.name in sets:
-            raise ConfigError(f"train_data: two sets are called {one.name!r}: give one of them another name")
-        sets[one.name] = one
-    return list(sets.values())
+        if name in sets:
+            raise ConfigError(f"train_data: two sets are called {name!r}: give one of them another name")
+        sets[name] = how
+    return sets
 
 
-def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> TrainingSet:
+def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(item, str):
         item = json.loads(item) if item.lstrip().startswith("{") else {"path": item}
     for key in item:
         check_choice("a key of a set", key, SET_KEYS)
-    path, weight = item.get("path"), item.get("weight")
-    if not isinstance(path, str) or not (weight is None or 0 < weight < float("inf")):
-        raise ConfigError("a set has a path and perhaps a weight above 0, as {path: FILE, weight: 2}")
-    names = {"format": "data_format", **{name: name for name in ("columns", "split", *_SELECTED)}}
-    reading = {**common, **{names[key]: value for key, value in item.items() if key in names}}
-    reading["columns"] = parse_columns(reading.get("columns"))
-    check_choice("format", reading.get("data_format"), (None, *DATA_FORMATS))
-    Selection(**{key: reading[key] for key in _SELECTED if key in reading})
-    file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)
-    prompts = item.get("query_prompt"), item.get("passage_prompt")
-    return TrainingSet(path, item.get("name", file), weight, *prompts, reading)
+    how = {**common, **{SET_KEYS[key]: value for key, value in item.items()}}
+    if not isinstance(how.get("path"), str):
+        raise ConfigError("a set has a path, as {path: FILE}")
+    how["columns"] = parse_columns(how.get("columns"))
+    check_choice("format", how.get("data_format"), (None, *DATA_FORMATS))
+    Selection(**{one.name: how[one.name] for one in fields(Selection) if one.name in how})
+    file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name)
+    return how.pop("name", file), how
 
 
 # The cache -----------------------------------------------------------------------------------------------------------

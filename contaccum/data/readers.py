@@ -139,11 +139,7 @@ class Source:
         elif self.data_format == "msmarco":
             yield from take(self.path, read_lines(self.path), _text_triple, report)
         else:
-            fields = Fields(self.columns)
-            yield from take(self.path, self._rows(), fields.read, report)
-            if fields.unseen:
-                names = ", ".join(sorted(fields.unseen))
-                raise DataError(one_line(f"{self.path}: no record has a field {names} (correct --data_columns)"))
+            yield from take(self.path, self._rows(), Fields(self.columns).read, report)
 
     def _rows(self) -> Rows:
         if self.data_format in ("hub", "parquet"):
@@ -247,13 +243,11 @@ class Fields:
         self._names |= {role: [name] for role, name in columns.items()}
         self._numbered = "negatives" not in columns
         self._chosen: tuple[str, str] | None = None
-        self.unseen = taken  # names of the mapping that no record has had
 
     def read(self, record: Mapping[str, Any]) -> Record:
         """The record of these fields; raises `Fault` for what is missing, empty or no text."""
         if self._chosen is None:
             self._chosen = self._choose("query", record), self._choose("positive", record)
-        self.unseen = self.unseen - record.keys()
         query_field, positive_field = self._chosen
         query = text_of(record.get(query_field), query_field)
         title = "".join(title_of(record, name) for name in self._names["title"])
@@ -332,7 +326,7 @@ def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
     Raises:
         DataError: the source cannot be used, or a bad record under "stop".
     """
-    path = _corpus_file(path)
+    path = beir_file(Path(path), "corpus.jsonl") if os.path.isdir(path) else Path(path)
     start = first_bytes(path)
     header = split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
     if start.startswith(b"{"):
@@ -340,16 +334,6 @@ def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
     else:
         rows = csv_rows(path) if {*header} & {*_TEXTS} else read_lines(path)
     return take(path, rows, _passage, report)
-
-
-def count_roughly(path: AnyPath) -> int:
-    """How many lines a corpus has, for a bar of progress; nothing is checked."""
-    with open_data_file(_corpus_file(path)) as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _corpus_file(path: AnyPath) -> Path:
-    return beir_file(Path(path), "corpus.jsonl") if os.path.isdir(path) else Path(path)
 
 
 def _passage(record: str | Mapping[str, Any]) -> Passage:
@@ -380,15 +364,14 @@ def load_questions(path: AnyPath, on_bad_record: OnBadRecord = "stop") -> Questi
     """Read a file of questions with answers, plain or gzip.
 
     DPR's `nq-test.qa.csv` and others (a question, a tab, a Python list of answers; no header), jsonl (as published with
-    NQ open), or a JSON array (DPR's training files). Of a JSON record, `question` (or `query`) is the question and
+    NQ open). Of a JSON record, `question` (or `query`) is the question and
     `answers` (or `answer`) a text or a list of texts.
 
     Raises:
         DataError: the file cannot be used, no question is left, or a bad record under "stop".
     """
     report = RecordReport(on_bad_record)
-    readers = {b"[": read_json_array, b"{": read_json_lines}
-    rows = readers.get(first_bytes(path)[:1], read_lines)(path)
+    rows = read_json_lines(path) if first_bytes(path).startswith(b"{") else read_lines(path)
     texts, answers, content = {}, {}, Fingerprint()
     for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
         texts[f"question-{number}"], answers[f"question-{number}"] = text, listed

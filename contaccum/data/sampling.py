@@ -33,6 +33,7 @@ LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers takes for no text."""
 
 TOO_FEW = "too few hard negatives"
+SHUFFLE_BUFFER = 10_000  # rows of a stream of which a random one is next
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
 
 
@@ -226,12 +227,10 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
 # Streams --------------------------------------------------------------------------------------------------------------
 
 
-def stream_rows(
-    source: Source, selection: Selection, report: RecordReport, buffer_size: int, seed: int
-) -> IterableDataset:
+def stream_rows(source: Source, selection: Selection, report: RecordReport, seed: int) -> IterableDataset:
     """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end.
 
-    Their order is a function of (seed, buffer_size); `report` is of the pass that is being read. Raises `ConfigError`
+    Their order is a function of the seed; `report` is of the pass that is being read. Raises `ConfigError`
     where missing negatives are to be filled in: other rows are not known.
     """
     from datasets import Features, IterableDataset, List, Value
@@ -262,7 +261,7 @@ def stream_rows(
     features = Features({**dict.fromkeys(names, Value("string")), "label": List(Value("int64"))})
     # Its own fingerprint: datasets would hash all that the generator can reach.
     rows = IterableDataset.from_generator(generate, features)
-    return rows.shuffle(seed & (2**63 - 1), buffer_size=buffer_size)
+    return rows.shuffle(seed & (2**63 - 1), buffer_size=SHUFFLE_BUFFER)
 
 
 # Ids and known positives ---------------------------------------------------------------------------------------------
