@@ -45,35 +45,24 @@ _TRIPLES = 30  # of an MS MARCO query that are sampled from unless said otherwis
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training pairs, and where they came from.
+    """Training pairs, and where they came from."""
 
-    Attributes:
-        dataset: rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label", ids for
-            the loss, where queries have several positives.
-        report: what became of every record that was read; of a stream, in the pass that is being read.
-        fingerprint: sha256, in hex, of the texts in order, whatever format they were in, with all that is sampled from;
-            of a stream, of its files' names, sizes and times.
-        transform: what makes the rows; None of a stream.
-        pairs: int64 (n, 2), hashes of query and positive for every pair, mapped; None of a stream.
-    """
-
+    # Rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label", ids for the loss,
+    # where queries have several positives.
     dataset: Dataset | IterableDataset
     path: str
     data_format: DataFormat
-    report: RecordReport
+    report: RecordReport  # what became of every record; of a stream, in the pass that is being read
+    # sha256, in hex, of the texts in order and of all that is sampled from; of a stream, of its files' names and times.
     fingerprint: str
-    transform: Any = None
-    pairs: Any = None
+    transform: Any = None  # what makes the rows; None of a stream
+    pairs: Any = None  # int64 (n, 2), hashes of query and positive for every pair, mapped; None of a stream
 
     @property
     def known_positives(self) -> np.ndarray | None:
         """int64 (r, 2), hashes of query and positive for every pair of the queries that have several positives, in one
         record or in many; None: there are none, or nobody knows, of a stream."""
         return None if self.transform is None else self.transform.known_positives
-
-    def summary(self) -> str:
-        """One line: what became of the records."""
-        return self.report.summary()
 
 
 def load_training_data(
@@ -106,6 +95,8 @@ def load_training_data(
         DataError: the source cannot be used, a bad record under "stop", no row is left, no record has a negative and
             some were asked for, or the cache cannot be written.
     """
+    import pyarrow.compute as pc
+
     h, report = num_hard_negatives, RecordReport(on_bad_record)
     selection = Selection(h, positives, negatives_from, missing_negatives)
     source = Source(path, data_format, split, columns, streaming=streaming)
@@ -119,38 +110,30 @@ def load_training_data(
         return TrainingData(rows, str(path), source.data_format, report, content)
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
-    negatives, listed = (_lengths(records, name) for name in ("negatives", "positives"))
+    # By the offsets of the lists: no text is read.
+    lengths = (pc.list_value_length(records.data.column(name)) for name in ("negatives", "positives"))
+    negatives, listed = (found.to_numpy() for found in lengths)
     if h and not negatives.any() and not negatives_to_come:
-        what = "but no record has a negative (mine some with `contaccum mine`, or set num_hard_negatives to 0)"
-        raise DataError(one_line(f"{path}: num_hard_negatives={h}, {what}"))
+        raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
     kept = np.arange(len(records)) if missing_negatives == "fill" else np.flatnonzero(negatives >= h)
     report.leave_out(source.path, TOO_FEW, len(records) - len(kept))
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
-    rows_of = _rows(kept, listed[kept] if selection.positives == "all" else np.ones_like(kept), len(records))
+    each = listed[kept] if selection.positives == "all" else np.ones_like(kept)
+    # None where row i is record i.
+    rows_of = None if len(kept) == len(records) and each.max() == 1 else _rows(kept, each.astype(np.int64))
     sampling = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
     # Of the content, and of those settings alone that make a difference to it.
     used = [about["texts"], selection.positives if listed.max() > 1 else "one"]
     if h:
-        most = int(negatives.max())
-        drawn = min(negatives_from or most, most)
-        used += [about["negatives"], h, drawn, missing_negatives if negatives.min() < h else None]
+        drawn = min(negatives_from or negatives.max(), negatives.max())
+        used += [about["negatives"], h, int(drawn), missing_negatives if negatives.min() < h else None]
     content = fingerprint(*used)
     return TrainingData(as_rows(sampling), str(path), source.data_format, report, content, sampling, pairs)
 
 
-def _lengths(records: Dataset, name: str) -> np.ndarray:
-    import pyarrow.compute as pc
-
-    return pc.list_value_length(records.data.column(name)).to_numpy()  # of its offsets: no text is read
-
-
-def _rows(kept: np.ndarray, each: np.ndarray, records: int) -> np.ndarray | None:
-    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives; None
-    where row i is record i."""
-    if len(kept) == records and each.max() == 1:
-        return None
-    each = each.astype(np.int64)
+def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
+    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives."""
     which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
     return np.column_stack([np.repeat(kept, each), which])
 
@@ -185,7 +168,7 @@ class TrainingSets:
 
     def summary(self) -> str:
         """A line for each set: what became of its records."""
-        return "\n".join(f"{name}: {part.summary()}" for name, part in self.parts.items())
+        return "\n".join(f"{name}: {part.report.summary()}" for name, part in self.parts.items())
 
 
 def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
@@ -209,11 +192,10 @@ def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> 
 def parse_training_sets(
     given: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The arguments of `load_training_data` for each set by its name, from paths and mappings with keys of `SET_KEYS`;
-    a text that begins with `{` is a mapping in JSON.
+    """The arguments of `load_training_data` for each set by its name, from paths and mappings with keys of `SET_KEYS`.
 
-    A mapping overrides what is `common` to all. Raises `ConfigError` for what cannot be used, and for two sets of one
-    name.
+    A mapping, or a text that is one in JSON, overrides what is `common` to all. Raises `ConfigError` for what cannot be
+    used, and for two sets of one name.
     """
     sets: dict[str, dict[str, Any]] = {}
     for item in given:
@@ -267,8 +249,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
                 negatives.add(*record.negatives, "")
                 yield record._asdict()
         report.refuse_if_nothing_left(source.path, count, "training pairs")
-        about = {"texts": content.hex(), "negatives": negatives.hex(), "report": vars(report)}
-        write_json(folder / _ABOUT, about)
+        write_json(folder / _ABOUT, {"texts": content.hex(), "negatives": negatives.hex(), "report": vars(report)})
         _remove_unused(folder.parent)
 
     if not sys.stderr.isatty():  # no bars in a log
@@ -279,8 +260,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError):
-            mend = "free some space, or set the environment variable CONTACCUM_CACHE"
-            raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} ({mend})")) from error
+            raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")) from error
         raise cause from None
     pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
     return records, pairs, read_json(folder / _ABOUT)

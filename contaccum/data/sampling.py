@@ -167,7 +167,10 @@ class EpochSampling:
         """`found` and other rows' positives: random negatives, but no known positives of the query."""
         wanted = len(self.columns) - 2
         query_id, *used = text_ids([query, positive, *found]).tolist()
-        forbidden = {*used, *positives_of(query_id, self.known_positives)}
+        forbidden = {*used}
+        if (known := self.known_positives) is not None:  # which are sorted
+            low, high = (known[:, 0].searchsorted(query_id, side) for side in ("left", "right"))
+            forbidden |= {*known[low:high, 1].tolist()}
         for _ in range(_TRIES):
             if len(found) == wanted:
                 return found
@@ -228,11 +231,8 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
 
 
 def stream_rows(source: Source, selection: Selection, report: RecordReport, seed: int) -> IterableDataset:
-    """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end.
-
-    Their order is a function of the seed; `report` is of the pass that is being read. Raises `ConfigError`
-    where missing negatives are to be filled in: other rows are not known.
-    """
+    """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end; `report` is of
+    the pass that is being read. Raises `ConfigError` where negatives are to be filled in: other rows are not known."""
     from datasets import Features, IterableDataset, List, Value
 
     h = selection.num_hard_negatives
@@ -293,11 +293,3 @@ def _repeated(ordered: np.ndarray) -> np.ndarray:
     same = np.zeros(len(ordered) + 1, dtype=bool)
     same[1:-1] = ordered[1:] == ordered[:-1]
     return same[1:] | same[:-1]
-
-
-def positives_of(query: int, known: np.ndarray | None) -> list[int]:
-    """The known positives of a query, by hash; none where it has one alone, which then is not in ``known``."""
-    if known is None:
-        return []
-    low, high = (int(np.searchsorted(known[:, 0], query, side)) for side in ("left", "right"))
-    return known[low:high, 1].tolist()

@@ -13,7 +13,8 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from tiny_runs import SAVES, differing, log_of, pairs, state_of
 
-from contaccum.data import load_training_data, load_training_sets, parse_training_sets, samplings_of
+from contaccum.data import load_training_data, load_training_sets, parse_training_sets
+from contaccum.data.sampling import samplings_of
 
 SIZES = {"large": 31, "small": 9, "other": 5}
 
