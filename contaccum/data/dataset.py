@@ -20,22 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from contaccum.data import sampling
 from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, Source, parse_columns
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
-from contaccum.data.sampling import (
-    TOO_FEW,
-    EpochSampling,
-    MissingNegatives,
-    PositivesUsed,
-    Selection,
-    as_rows,
-    several_positives,
-    stream_rows,
-    text_ids,
-)
+from contaccum.data.sampling import EpochSampling, MissingNegatives, PositivesUsed, Selection, several_positives
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, cache_folder, fingerprint, read_json, write_json
-from contaccum.files import Fingerprint as Content
+from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
@@ -106,7 +96,7 @@ def load_training_data(
         selection = replace(selection, positives="all" if source.data_format in JUDGED else "draw")
     if streaming:
         content = source.key("stream", on_bad_record, *astuple(selection))
-        rows = stream_rows(source, selection, report, seed)
+        rows = sampling.stream_rows(source, selection, report, seed)
         return TrainingData(rows, str(path), source.data_format, report, content)
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
@@ -116,20 +106,20 @@ def load_training_data(
     if h and not negatives.any() and not negatives_to_come:
         raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
     kept = np.arange(len(records)) if missing_negatives == "fill" else np.flatnonzero(negatives >= h)
-    report.leave_out(source.path, TOO_FEW, len(records) - len(kept))
+    report.leave_out(source.path, sampling.TOO_FEW, len(records) - len(kept))
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
     each = listed[kept] if selection.positives == "all" else np.ones_like(kept)
     # None where row i is record i.
     rows_of = None if len(kept) == len(records) and each.max() == 1 else _rows(kept, each.astype(np.int64))
-    sampling = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
+    transform = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
     # Of the content, and of those settings alone that make a difference to it.
     used = [about["texts"], selection.positives if listed.max() > 1 else "one"]
     if h:
         drawn = min(negatives_from or negatives.max(), negatives.max())
         used += [about["negatives"], h, int(drawn), missing_negatives if negatives.min() < h else None]
-    content = fingerprint(*used)
-    return TrainingData(as_rows(sampling), str(path), source.data_format, report, content, sampling, pairs)
+    rows, content = sampling.as_rows(transform), fingerprint(*used)
+    return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs)
 
 
 def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
@@ -240,10 +230,10 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     features = Features(query=Value("string"), positives=List(Value("string")), negatives=List(Value("string")))
 
     def generate() -> Iterator[dict[str, Any]]:
-        content, negatives, count = Content(), Content(), 0
+        content, negatives, count = Fingerprint(), Fingerprint(), 0
         with open(folder / _PAIRS, "wb") as pairs_file:
             for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
-                query, *positives = text_ids([record.query, *record.positives])
+                query, *positives = sampling.text_ids([record.query, *record.positives])
                 pairs_file.write(b"".join(query.tobytes() + positive.tobytes() for positive in positives))
                 content.add(record.query, *record.positives, "")
                 negatives.add(*record.negatives, "")

@@ -75,11 +75,11 @@ class _Texts:
             raise DataError(one_line(f"{path}: two lines have the id {quoted(self._line(again[0])[0])} (keep one)"))
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
-        end = 0
+        start = 0
         for number, raw in enumerate(self._file, start=1):
-            start, end = end, end + len(raw)
             if raw.strip():
                 yield number, (start, raw)
+            start += len(raw)
 
     def _line(self, place: int) -> list[str]:
         self._file.seek(int(self._offsets[place]))

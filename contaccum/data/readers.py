@@ -230,8 +230,8 @@ class Fields:
         for name in self._names[role]:
             if name in record:
                 return name
-        hint = f"name it {' or '.join(self._names[role])}, or set --data_columns {role}=NAME"
-        raise Fault(f"missing {role}", f"its fields are {quoted(', '.join(record), 200)}; {hint}")
+        fields = quoted(", ".join(record), 200)
+        raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
     def _negatives(self, record: Mapping[str, Any]) -> list[str]:
         """All numbered ones or, where there are none, those of the first field that has any; null is none."""

@@ -1,8 +1,7 @@
 """Records of data files, one at a time, and none lost without a word.
 
-Lines, JSON, csv and Arrow; text plain or gzip, UTF-8 with or without a byte-order mark. A bad record is either the one
-line that stops the run or counted in the report: records seen = used + reported. What a record must hold is for readers
-to say: they raise `Fault`, and `take` makes one or the other of it.
+Lines, JSON, csv and Arrow; text plain or gzip, UTF-8 with or without a byte-order mark. A bad record, of which readers
+raise a `Fault`, is either the one line that stops the run or counted in the report: seen = used + reported.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class RecordReport:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the counts of another report, its `vars`, which JSON can hold."""
-        self.seen, self.reported, self.first = state["seen"], state["reported"], state["first"]
-        self.by_reason = Counter(state["by_reason"])
+        vars(self).update(state, by_reason=Counter(state["by_reason"]), on_bad_record=self.on_bad_record)
 
     def summary(self) -> str:
         """One line: how many records were seen, used and left out, why, and where the first one is."""

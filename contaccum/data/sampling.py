@@ -29,9 +29,7 @@ MissingNegatives = Literal["fill", "drop"]
 POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
 MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
 
-LABELS = ("label", "labels", "score", "scores", "dataset_name")
-"""Columns that sentence-transformers takes for no text."""
-
+LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns that sentence-transformers takes for no text
 TOO_FEW = "too few hard negatives"
 SHUFFLE_BUFFER = 10_000  # rows of a stream of which a random one is next
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
@@ -268,20 +266,14 @@ def stream_rows(source: Source, selection: Selection, report: RecordReport, seed
 
 
 def text_ids(texts: Iterable[Any]) -> np.ndarray:
-    """Eight bytes of each text (or of what it is as a text), as int64 (k,).
-
-    Of ten million, two share theirs with a probability of 3e-6.
-    """
+    """Eight bytes of each text, as int64 (k,): of ten million, two share theirs with a probability of 3e-6."""
     hashes = [blake2b(str(text).encode("utf-8"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(hashes), dtype="<i8").astype(np.int64)
 
 
 def several_positives(pairs: np.ndarray) -> np.ndarray | None:
-    """The pairs of all queries that have more than one positive, each pair once: int64 (r, 2), sorted; None: no pair.
-
-    Args:
-        pairs: int64 (n, 2), hashes of a query's and a positive's text for every pair of the data.
-    """
+    """Of pairs, int64 (n, 2), hashes of a query's and a positive's text, those of all queries that have more than one
+    positive, each pair once: int64 (r, 2), sorted; None: no pair."""
     order = np.argsort(pairs[:, 0])
     found = np.unique(pairs[order[_repeated(pairs[order, 0])]], axis=0)
     found = found[_repeated(found[:, 0])]
