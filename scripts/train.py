@@ -42,7 +42,7 @@ def main() -> None:
     trainer.train()
     trainer.save_model(options.output_dir)  # SentenceTransformer(options.output_dir) loads it
     after = evaluate_beir(model, test).metrics["NDCG@10"]
-    print(f"nDCG@10 {before:.4f} before, {after:.4f} after {args.max_steps} updates of {data.summary()}")
+    print(f"nDCG@10 {before:.4f} before, {after:.4f} after {args.max_steps} updates of {data.report.summary()}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     from tqdm.auto import tqdm
 
-    from contaccum.data import RecordReport, count_roughly
+    from contaccum.data import RecordReport
     from contaccum.files import redact
     from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
     from contaccum.retrieval.store import StoreWriter, check_folder
@@ -48,9 +48,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         encoded += len(texts)
         return encode_texts(model, texts, args.kind, args.batch_size, args.precision, not hidden)
 
-    total = None if hidden or args.kind == "query" else count_roughly(args.corpus)
     texts = read_texts(args.corpus, args.kind, report)
-    finished = writer.fill(tqdm(texts, "Shards", total, unit=f" {args.kind}s", disable=hidden), encode, rank, ranks)
+    finished = writer.fill(tqdm(texts, "Shards", unit=f" {args.kind}s", disable=hidden), encode, rank, ranks)
     if rank == 0:
         print(report.summary())
     end = f"written: {args.output} ({report.used:,} rows)" if finished else "other ranks are still at work"

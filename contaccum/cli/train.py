@@ -29,7 +29,6 @@ def run(argv: Sequence[str]) -> int:
         print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = config.load_model(model_args, device=str(args.device))
-    config.take_prompts(args, data, model)
     about: dict[str, Any] = {
         "data_fingerprint": data.fingerprint,
         "data_sets": data.records(),

@@ -31,7 +31,7 @@ from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, git_commit, package_versions, read_json, redact, write_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training.config import load_data, load_mining_data_of, load_model, parse, take_prompts
+from contaccum.training.config import load_data, load_mining_data_of, load_model, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
 from contaccum.version import __version__
@@ -118,7 +118,6 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     data = load_data(data_args, args)
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
     model = load_model(model_args, device=str(args.device))
-    take_prompts(args, data, model)
     initial_weights = model_fingerprint(model)
     evaluator = None
     if evaluation["updates"]:

@@ -1,28 +1,13 @@
 """Reading training and evaluation data. Importing it is cheap: `datasets` is imported by the functions that need it."""
 # ruff: noqa: F401  # these names are here for others
 
-from contaccum.data.beir import (
-    CQADUPSTACK_FORUMS,
-    PUBLIC_NAMES,
-    BeirDataset,
-    default_split,
-    load_beir_folder,
-    resolve_beir_data,
-    shipped_scifact,
-)
-from contaccum.data.dataset import (
-    TrainingData,
-    TrainingSets,
-    load_training_data,
-    load_training_sets,
-    parse_training_sets,
-)
+from contaccum.data.beir import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split, load_beir_folder
+from contaccum.data.dataset import TrainingSets, load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.readers import (
     DATA_FORMATS,
     Passage,
     Questions,
     Record,
-    count_roughly,
     load_questions,
     parse_columns,
     read_passages,
@@ -30,4 +15,3 @@ from contaccum.data.readers import (
     sniff_format,
 )
 from contaccum.data.records import RecordReport, passage_text
-from contaccum.data.sampling import EpochSampling, Selection, samplings_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,20 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from contaccum.data.records import (
-    Fault,
-    OnBadRecord,
-    RecordReport,
-    identifier_of,
-    one_line,
-    passage_text,
-    quoted,
-    read_json_lines,
-    read_lines,
-    take,
-    text_of,
-    title_of,
-)
+from contaccum.data import records
+from contaccum.data.records import Fault, OnBadRecord, RecordReport, one_line, passage_text, quoted, text_of
 from contaccum.errors import DataError, closest
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder
 
@@ -59,11 +46,7 @@ def load_beir_folder(
     """Read one split of a BEIR folder, `qrels/SPLIT.tsv`, whose header may be missing.
 
     An integer `_id` becomes its decimal string. Published sets hold documents without title and text, and are scored
-    with them; so they are kept.
-
-    Args:
-        on_bad_record: "stop" or "skip". Leaving judgements out changes nDCG and recall.
-        report: counts go here instead of into a new report; its own `on_bad_record` then holds.
+    with them; so they are kept. Counts go to `report`, if given, whose own `on_bad_record` then holds.
 
     Raises:
         DataError: a file or the split is missing, nothing usable is left, or a bad record under "stop".
@@ -71,8 +54,8 @@ def load_beir_folder(
     folder = Path(path)
     report = RecordReport(on_bad_record) if report is None else report
     files = beir_file(folder, "corpus.jsonl"), beir_file(folder, "queries.jsonl"), split_file(folder, split)
-    corpus = _by_id(files[0], lambda record: {"title": title_of(record), "text": _text(record, True)}, report)
-    asked = _by_id(files[1], _text, report)
+    corpus = _by_id(files[0], _document, report)
+    asked = _by_id(files[1], lambda record: text_of(record.get("text"), "text"), report)
     qrels = _read_qrels(files[2], report, asked, corpus)
     queries = {query_id: asked[query_id] for query_id in qrels}
     content = Fingerprint()
@@ -87,10 +70,7 @@ def load_beir_folder(
 
 
 def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str]]]:
-    """(query, positives) for each query that a split judges above 0. The corpus is held in memory.
-
-    Judgements of documents without title and text are counted as reported.
-    """
+    """(query, positives) for each query that a split judges above 0; empty documents are counted as reported."""
     data = load_beir_folder(folder, split, report=report)
     for query_id, judged in data.qrels.items():
         passages = [passage_text(**data.corpus[document]) for document, score in judged.items() if score > 0]
@@ -109,8 +89,8 @@ def beir_file(folder: Path, name: str) -> Path:
     for candidate in (folder / name, folder / f"{name}.gz"):
         if candidate.exists():
             return candidate
-    what = "no such file; see docs/data.md" if folder.is_dir() else "no such folder"
-    raise DataError(one_line(f"{folder / name if folder.is_dir() else folder}: {what}"))
+    what = f"{folder / name}: no such file" if folder.is_dir() else f"{folder}: no such folder"
+    raise DataError(one_line(f"{what} (see docs/data.md)"))
 
 
 def split_file(folder: Path, split: str) -> Path:
@@ -122,8 +102,8 @@ def split_file(folder: Path, split: str) -> Path:
     return found[split]
 
 
-def _text(record: dict[str, Any], may_be_blank: bool = False) -> str:
-    return text_of(record.get("text"), "text", may_be_blank)
+def _document(record: dict[str, Any]) -> dict[str, str]:
+    return {"title": records.title_of(record), "text": text_of(record.get("text"), "text", may_be_blank=True)}
 
 
 def _by_id(path: Path, parse: Callable[[dict[str, Any]], T], report: RecordReport) -> dict[str, T]:
@@ -131,12 +111,12 @@ def _by_id(path: Path, parse: Callable[[dict[str, Any]], T], report: RecordRepor
     found: dict[str, T] = {}
 
     def one(record: dict[str, Any]) -> tuple[str, T]:
-        identifier = identifier_of(record.get("_id"), "_id")
+        identifier = records.identifier_of(record.get("_id"), "_id")
         if identifier in found:
             raise Fault("duplicate _id", quoted(identifier))
         return identifier, parse(record)
 
-    for identifier, value in take(path, read_json_lines(path), one, report):
+    for identifier, value in records.take(path, records.read_json_lines(path), one, report):
         found[identifier] = value
     return found
 
@@ -147,10 +127,7 @@ def _read_qrels(
     qrels: dict[str, dict[str, int]] = {}
 
     def judgement(line: str) -> tuple[str, str, int]:
-        cells = line.split("\t")
-        if len(cells) != 3:
-            raise Fault("not three columns", f"found {len(cells)} separated by tabs")
-        query_id, document_id, score = cells
+        query_id, document_id, score = records.cells_of(line, 3)
         if query_id not in queries:
             raise Fault("unknown query", quoted(query_id))
         if document_id not in corpus:
@@ -160,17 +137,18 @@ def _read_qrels(
         return query_id, document_id, score_of(score)
 
     # BEIR drops the first line whatever it is, and with it the first judgement of a file without a header.
-    rows = (row for row in read_lines(path) if row[0] > 1 or not str(row[1]).lower().startswith(_HEADERS))
-    for query_id, document_id, score in take(path, rows, judgement, report):
+    rows = (row for row in records.read_lines(path) if row[0] > 1 or not str(row[1]).lower().startswith(_HEADERS))
+    for query_id, document_id, score in records.take(path, rows, judgement, report):
         qrels.setdefault(query_id, {})[document_id] = score
     return qrels
 
 
 def score_of(text: str) -> int:
     """The score of a judgement; raises `Fault`."""
-    if not re.fullmatch(r"\s*[+-]?[0-9]{1,9}\s*", text):  # nine digits fit every integer type that a metric may use
-        raise Fault("score is not an integer", f"found {quoted(text)}")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise Fault("score is not an integer", f"found {quoted(text)}") from None
 
 
 # Public sets by name --------------------------------------------------------------------------------------------------
@@ -255,11 +233,10 @@ def _fetch(name: str, folder: Path) -> None:
                     found.update(block)
                     file.write(block)
         except OSError as error:  # urllib's are OSErrors too
-            instead = f"unzip it somewhere yourself and name the folder; SciFact comes along: {shipped_scifact()}"
+            instead = f"unzip it yourself and name the folder; SciFact comes along: {shipped_scifact()}"
             raise DataError(one_line(f"{name}: could not be downloaded from {url}: {error} ({instead})")) from error
         if found.hexdigest() != ARCHIVE_MD5[name]:
-            what = f"{found.hexdigest()} is not the MD5 checksum of BEIR's archive, {ARCHIVE_MD5[name]}"
-            raise DataError(f"{name}: of what came from {url}, {what} (try again later)")
+            raise DataError(f"{name}: what came from {url} has not the MD5 checksum {ARCHIVE_MD5[name]} (try again)")
         shutil.unpack_archive(archive, part)  # which leaves out names that point out of the folder
         archive.unlink()
         for path in (part / name).iterdir():

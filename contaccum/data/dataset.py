@@ -16,64 +16,43 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from contaccum.data import sampling
 from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, Source, parse_columns
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
-from contaccum.data.sampling import (
-    TOO_FEW,
-    EpochSampling,
-    MissingNegatives,
-    PositivesUsed,
-    Selection,
-    as_rows,
-    several_positives,
-    stream_rows,
-    text_ids,
-)
+from contaccum.data.sampling import EpochSampling, MissingNegatives, PositivesUsed, Selection, several_positives
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, cache_folder, fingerprint, read_json, write_json
-from contaccum.files import Fingerprint as Content
+from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
-SHUFFLE_BUFFER = 10_000
 _TRIPLES = 30  # of an MS MARCO query that are sampled from unless said otherwise: published are hundreds
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training pairs, and where they came from.
+    """Training pairs, and where they came from."""
 
-    Attributes:
-        dataset: rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label", ids for
-            the loss, where queries have several positives.
-        report: what became of every record that was read; of a stream, in the pass that is being read.
-        fingerprint: sha256, in hex, of the texts in order, whatever format they were in, with all that is sampled from;
-            of a stream, of its files' names, sizes and times.
-        transform: what makes the rows; None of a stream.
-        pairs: int64 (n, 2), hashes of query and positive for every pair, mapped; None of a stream.
-    """
-
+    # Rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label", ids for the loss,
+    # where queries have several positives.
     dataset: Dataset | IterableDataset
-    report: RecordReport
-    fingerprint: str
+    path: str
     data_format: DataFormat
-    transform: Any = None
-    pairs: Any = None
+    report: RecordReport  # what became of every record; of a stream, in the pass that is being read
+    # sha256, in hex, of the texts in order and of all that is sampled from; of a stream, of its files' names and times.
+    fingerprint: str
+    transform: Any = None  # what makes the rows; None of a stream
+    pairs: Any = None  # int64 (n, 2), hashes of query and positive for every pair, mapped; None of a stream
 
     @property
     def known_positives(self) -> np.ndarray | None:
         """int64 (r, 2), hashes of query and positive for every pair of the queries that have several positives, in one
         record or in many; None: there are none, or nobody knows, of a stream."""
         return None if self.transform is None else self.transform.known_positives
-
-    def summary(self) -> str:
-        """One line: what became of the records."""
-        return self.report.summary()
 
 
 def load_training_data(
@@ -88,7 +67,6 @@ def load_training_data(
     missing_negatives: MissingNegatives = "fill",
     negatives_to_come: bool = False,
     streaming: bool = False,
-    shuffle_buffer_size: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
@@ -100,13 +78,15 @@ def load_training_data(
         num_hard_negatives, positives, negatives_from, missing_negatives: see `Selection`.
         negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
         streaming: store nothing, and read the files anew in each pass; an endless `datasets.IterableDataset`.
-        shuffle_buffer_size, seed: of a stream: rows that are held, and what order and samples depend on.
+        seed: what order and samples of a stream depend on.
 
     Raises:
         ConfigError: an unknown format, or settings that cannot be used.
         DataError: the source cannot be used, a bad record under "stop", no row is left, no record has a negative and
             some were asked for, or the cache cannot be written.
     """
+    import pyarrow.compute as pc
+
     h, report = num_hard_negatives, RecordReport(on_bad_record)
     selection = Selection(h, positives, negatives_from, missing_negatives)
     source = Source(path, data_format, split, columns, streaming=streaming)
@@ -115,69 +95,50 @@ def load_training_data(
     if positives is None:
         selection = replace(selection, positives="all" if source.data_format in JUDGED else "draw")
     if streaming:
-        content = source.key("stream", on_bad_record, *astuple(selection), shuffle_buffer_size)
-        rows = stream_rows(source, selection, report, shuffle_buffer_size, seed)
-        return TrainingData(rows, report, content, source.data_format)
+        content = source.key("stream", on_bad_record, *astuple(selection))
+        rows = sampling.stream_rows(source, selection, report, seed)
+        return TrainingData(rows, str(path), source.data_format, report, content)
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
-    negatives, listed = (_lengths(records, name) for name in ("negatives", "positives"))
+    # By the offsets of the lists: no text is read.
+    lengths = (pc.list_value_length(records.data.column(name)) for name in ("negatives", "positives"))
+    negatives, listed = (found.to_numpy() for found in lengths)
     if h and not negatives.any() and not negatives_to_come:
-        what = "but no record has a negative (mine some with `contaccum mine`, or set num_hard_negatives to 0)"
-        raise DataError(one_line(f"{path}: num_hard_negatives={h}, {what}"))
+        raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
     kept = np.arange(len(records)) if missing_negatives == "fill" else np.flatnonzero(negatives >= h)
-    report.leave_out(source.path, TOO_FEW, len(records) - len(kept))
+    report.leave_out(source.path, sampling.TOO_FEW, len(records) - len(kept))
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
-    rows_of = _rows(kept, listed[kept] if selection.positives == "all" else np.ones_like(kept), len(records))
-    sampling = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
+    each = listed[kept] if selection.positives == "all" else np.ones_like(kept)
+    # None where row i is record i.
+    rows_of = None if len(kept) == len(records) and each.max() == 1 else _rows(kept, each.astype(np.int64))
+    transform = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
     # Of the content, and of those settings alone that make a difference to it.
     used = [about["texts"], selection.positives if listed.max() > 1 else "one"]
     if h:
-        most = int(negatives.max())
-        drawn = min(negatives_from or most, most)
-        used += [about["negatives"], h, drawn, missing_negatives if negatives.min() < h else None]
-    return TrainingData(as_rows(sampling), report, fingerprint(*used), source.data_format, sampling, pairs)
+        drawn = min(negatives_from or negatives.max(), negatives.max())
+        used += [about["negatives"], h, int(drawn), missing_negatives if negatives.min() < h else None]
+    rows, content = sampling.as_rows(transform), fingerprint(*used)
+    return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs)
 
 
-def _lengths(records: Dataset, name: str) -> np.ndarray:
-    import pyarrow.compute as pc
-
-    return pc.list_value_length(records.data.column(name)).to_numpy()  # of its offsets: no text is read
-
-
-def _rows(kept: np.ndarray, each: np.ndarray, records: int) -> np.ndarray | None:
-    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives; None
-    where row i is record i."""
-    if len(kept) == records and each.max() == 1:
-        return None
-    each = each.astype(np.int64)
+def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
+    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives."""
     which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
     return np.column_stack([np.repeat(kept, each), which])
 
 
 # Several sets --------------------------------------------------------------------------------------------------------
 
-_SELECTED = tuple(one.name for one in fields(Selection))
-SET_KEYS = ("path", "name", "weight", "query_prompt", "passage_prompt", "format", "columns", "split", *_SELECTED)
-
-
-class TrainingSet(NamedTuple):
-    """What is said of one training set; a prompt that is None is the model's."""
-
-    path: str
-    name: str
-    weight: float | None  # its share of the micro-batches, relative to others
-    query_prompt: str | None
-    passage_prompt: str | None
-    reading: Mapping[str, Any]  # other arguments of `load_training_data`
+SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
+"""What may be said of one set, and the arguments of `load_training_data` that it becomes."""
 
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Several sets that were read, or one."""
+    """Several sets that were read, by name, or one."""
 
-    sets: Sequence[TrainingSet]
-    parts: Sequence[TrainingData]
+    parts: Mapping[str, TrainingData]
     fingerprint: str  # sha256, in hex, of those of all in order
 
     @property
@@ -185,90 +146,72 @@ class TrainingSets:
         """The rows, of several by the names of the sets."""
         from datasets import DatasetDict
 
-        if len(self.parts) == 1:
-            return self.parts[0].dataset
-        return DatasetDict({one.name: part.dataset for one, part in zip(self.sets, self.parts, strict=True)})
-
-    def prompts(self, model_prompts: Mapping[str, str | None]) -> dict[str, Any] | None:
-        """Prompts by column, of several sets by set and column, the model's where a set has none of its own; None where
-        no set has any."""
-        if all(one.query_prompt is None and one.passage_prompt is None for one in self.sets):
-            return None
-        found = {}
-        for one, part in zip(self.sets, self.parts, strict=True):
-            query = model_prompts.get("query") if one.query_prompt is None else one.query_prompt
-            passage = model_prompts.get("document") if one.passage_prompt is None else one.passage_prompt
-            by_column = {name: query if name == "query" else passage for name in part.dataset.column_names}
-            found[one.name] = {name: prompt for name, prompt in by_column.items() if prompt and name != "label"}
-        return found if len(found) > 1 else found[self.sets[0].name]
+        rows = {name: part.dataset for name, part in self.parts.items()}
+        return DatasetDict(rows) if len(rows) > 1 else next(iter(rows.values()))
 
     def records(self) -> dict[str, dict[str, Any]]:
         """What a result says of each set, by name."""
         return {
-            one.name: {"path": one.path, "format": part.data_format, "fingerprint": part.fingerprint}
-            | {"query_prompt": one.query_prompt, "passage_prompt": one.passage_prompt}
-            for one, part in zip(self.sets, self.parts, strict=True)
+            name: {"path": part.path, "format": part.data_format, "fingerprint": part.fingerprint}
+            for name, part in self.parts.items()
         }
 
     def summary(self) -> str:
         """A line for each set: what became of its records."""
-        return "\n".join(f"{one.name}: {part.summary()}" for one, part in zip(self.sets, self.parts, strict=True))
+        return "\n".join(f"{name}: {part.report.summary()}" for name, part in self.parts.items())
 
 
-def load_training_sets(sets: Sequence[TrainingSet], **common: Any) -> TrainingSets:
-    """Read sets, each as `load_training_data` does with its own arguments and `common`; of several, all know the
-    positives of all: what any set calls a positive of a query is no negative of it in another.
+def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
+    """Read each set as `load_training_data` does with its arguments and `common`; of several, all know the positives
+    of all: what any set calls a positive of a query is no negative of it in another.
 
     Raises:
         ConfigError, DataError: as `load_training_data`; several sets as a stream.
     """
     if len(sets) > 1 and common.get("streaming"):
         raise ConfigError(f"streaming=true with {len(sets)} sets in train_data: one set is streamed, put them together")
-    parts = [load_training_data(one.path, **{**common, **one.reading}) for one in sets]
+    parts = {name: load_training_data(**{**common, **how}) for name, how in sets.items()}
     if len(parts) > 1:
-        known = several_positives(np.concatenate([part.pairs for part in parts]))
-        for part in parts:  # whose rows meet, and equal texts must be known for that
+        known = several_positives(np.concatenate([part.pairs for part in parts.values()]))
+        for part in parts.values():  # whose rows meet, and equal texts must be known for that
             part.transform.gives_ids, part.transform.known_positives = True, known
-    found = [part.fingerprint for part in parts]
-    return TrainingSets(sets, parts, found[0] if len(found) == 1 else fingerprint(*found))
+    found = [part.fingerprint for part in parts.values()]
+    return TrainingSets(parts, found[0] if len(found) == 1 else fingerprint(*found))
 
 
 def parse_training_sets(
     given: Sequence[str | Mapping[str, Any]], common: Mapping[str, Any] | None = None
-) -> list[TrainingSet]:
-    """Training sets from paths and mappings with keys of `SET_KEYS`; a text that begins with `{` is a mapping in JSON.
+) -> dict[str, dict[str, Any]]:
+    """The arguments of `load_training_data` for each set by its name, from paths and mappings with keys of `SET_KEYS`.
 
-    A mapping overrides what is `common` to all, arguments of `load_training_data`. Raises `ConfigError` for what cannot
-    be used, and for two sets of one name.
+    A mapping, or a text that is one in JSON, overrides what is `common` to all. Raises `ConfigError` for what cannot be
+    used, and for two sets of one name.
     """
-    sets: dict[str, TrainingSet] = {}
+    sets: dict[str, dict[str, Any]] = {}
     for item in given:
         try:
-            one = _parse(item, common or {})
+            name, how = _parse(item, common or {})
         except ValueError as error:  # a ConfigError is one too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
-        if one.name in sets:
-            raise ConfigError(f"train_data: two sets are called {one.name!r}: give one of them another name")
-        sets[one.name] = one
-    return list(sets.values())
+        if name in sets:
+            raise ConfigError(f"train_data: two sets are called {name!r}: give one of them another name")
+        sets[name] = how
+    return sets
 
 
-def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> TrainingSet:
+def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(item, str):
         item = json.loads(item) if item.lstrip().startswith("{") else {"path": item}
     for key in item:
         check_choice("a key of a set", key, SET_KEYS)
-    path, weight = item.get("path"), item.get("weight")
-    if not isinstance(path, str) or not (weight is None or 0 < weight < float("inf")):
-        raise ConfigError("a set has a path and perhaps a weight above 0, as {path: FILE, weight: 2}")
-    names = {"format": "data_format", **{name: name for name in ("columns", "split", *_SELECTED)}}
-    reading = {**common, **{names[key]: value for key, value in item.items() if key in names}}
-    reading["columns"] = parse_columns(reading.get("columns"))
-    check_choice("format", reading.get("data_format"), (None, *DATA_FORMATS))
-    Selection(**{key: reading[key] for key in _SELECTED if key in reading})
-    file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(path).resolve().name)
-    prompts = item.get("query_prompt"), item.get("passage_prompt")
-    return TrainingSet(path, item.get("name", file), weight, *prompts, reading)
+    how = {**common, **{SET_KEYS[key]: value for key, value in item.items()}}
+    if not isinstance(how.get("path"), str):
+        raise ConfigError("a set has a path, as {path: FILE}")
+    how["columns"] = parse_columns(how.get("columns"))
+    check_choice("format", how.get("data_format"), (None, *DATA_FORMATS))
+    Selection(**{one.name: how[one.name] for one in fields(Selection) if one.name in how})
+    file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name)
+    return how.pop("name", file), how
 
 
 # The cache -----------------------------------------------------------------------------------------------------------
@@ -287,17 +230,16 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     features = Features(query=Value("string"), positives=List(Value("string")), negatives=List(Value("string")))
 
     def generate() -> Iterator[dict[str, Any]]:
-        content, negatives, count = Content(), Content(), 0
+        content, negatives, count = Fingerprint(), Fingerprint(), 0
         with open(folder / _PAIRS, "wb") as pairs_file:
             for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
-                query, *positives = text_ids([record.query, *record.positives])
+                query, *positives = sampling.text_ids([record.query, *record.positives])
                 pairs_file.write(b"".join(query.tobytes() + positive.tobytes() for positive in positives))
                 content.add(record.query, *record.positives, "")
                 negatives.add(*record.negatives, "")
                 yield record._asdict()
         report.refuse_if_nothing_left(source.path, count, "training pairs")
-        about = {"texts": content.hex(), "negatives": negatives.hex(), "report": vars(report)}
-        write_json(folder / _ABOUT, about)
+        write_json(folder / _ABOUT, {"texts": content.hex(), "negatives": negatives.hex(), "report": vars(report)})
         _remove_unused(folder.parent)
 
     if not sys.stderr.isatty():  # no bars in a log
@@ -308,8 +250,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError):
-            mend = "free some space, or set the environment variable CONTACCUM_CACHE"
-            raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} ({mend})")) from error
+            raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")) from error
         raise cause from None
     pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
     return records, pairs, read_json(folder / _ABOUT)

@@ -10,23 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from contaccum.data.beir import beir_file, score_of
-from contaccum.data.records import (
-    Fault,
-    RecordReport,
-    Rows,
-    as_text,
-    one_line,
-    quoted,
-    read_lines,
-    take,
-    text_of,
-    two_cells,
-)
+from contaccum.data.records import Fault, RecordReport, as_text, cells_of, one_line, quoted, read_lines, take, text_of
 from contaccum.errors import DataError
 
 
@@ -47,11 +36,11 @@ def read_msmarco(
         passages, queries = _Texts(collection, passages_file, report), _Texts(asked, queries_file, report)
 
         def judgement(line: str) -> tuple[int, int, int]:
-            query, _, passage, score = _columns(line, 4)
+            query, _, passage, score = cells_of(line, 4, None)
             return queries.place(query), passages.place(passage), score_of(score)
 
         def triple(line: str) -> tuple[int, int]:
-            query, _, passage = _columns(line, 3)
+            query, _, passage = cells_of(line, 3, None)
             return queries.place(query), passages.place(passage)
 
         judged: dict[int, list[int]] = {}
@@ -68,9 +57,9 @@ def read_msmarco(
 
 
 class _Texts:
-    """The texts of an `id<TAB>text` file by id, without holding them: a hash and an offset in the file for each line.
+    """The texts of an `id<TAB>text` file by id, without holding them: a 64-bit hash and an offset for each line.
 
-    Ids go by 64-bit hashes: of ten million, two share one with a probability of 3e-6, and would be refused.
+    Of ten million ids, two share a hash with a probability of 3e-6, and would be refused.
     """
 
     def __init__(self, path: Path, file: IO[bytes], report: RecordReport) -> None:
@@ -83,15 +72,14 @@ class _Texts:
         self._hashes, self._offsets = np.ascontiguousarray(table["hash"]), table["offset"]
         again = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
         if len(again):
-            what = f"two lines have the id {quoted(self._line(again[0])[0])}"
-            raise DataError(one_line(f"{path}: {what} (keep one line for each id)"))
+            raise DataError(one_line(f"{path}: two lines have the id {quoted(self._line(again[0])[0])} (keep one)"))
 
-    def _lines(self) -> Rows:
-        end = 0
+    def _lines(self) -> Iterator[tuple[int, Any]]:
+        start = 0
         for number, raw in enumerate(self._file, start=1):
-            start, end = end, end + len(raw)
             if raw.strip():
                 yield number, (start, raw)
+            start += len(raw)
 
     def _line(self, place: int) -> list[str]:
         self._file.seek(int(self._offsets[place]))
@@ -112,13 +100,6 @@ def _hash_and_offset(row: tuple[int, bytes]) -> tuple[int, int]:
     line = as_text(row[1])
     if isinstance(line, Fault):
         raise line
-    identifier, text = two_cells(line)
+    identifier, text = cells_of(line, 2)
     text_of(text, "text")
     return hash(identifier), row[0]
-
-
-def _columns(line: str, wanted: int) -> list[str]:
-    cells = line.split()
-    if len(cells) != wanted:
-        raise Fault(f"not {wanted} columns", f"found {len(cells)}")
-    return cells

@@ -16,30 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from contaccum.data import records
 from contaccum.data.beir import beir_file, read_judged_pairs
 from contaccum.data.msmarco import read_msmarco
-from contaccum.data.records import (
-    Fault,
-    OnBadRecord,
-    RecordReport,
-    Rows,
-    arrow_rows,
-    csv_rows,
-    first_bytes,
-    identifier_of,
-    one_line,
-    open_data_file,
-    passage_text,
-    quoted,
-    read_json_array,
-    read_json_lines,
-    read_lines,
-    split_header,
-    take,
-    text_of,
-    title_of,
-    two_cells,
-)
+from contaccum.data.records import Fault, OnBadRecord, RecordReport, Rows, one_line, passage_text, quoted, take, text_of
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, Fingerprint, fingerprint
 
@@ -63,12 +43,8 @@ FIELDS = {
 """The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too."""
 
 # By a file of theirs.
-_FOLDERS: dict[str, DataFormat] = {
-    "corpus.jsonl": "beir",
-    "collection.tsv": "msmarco",
-    "state.json": "hub",
-    "dataset_dict.json": "hub",
-}
+_FOLDERS: dict[str, DataFormat] = {"corpus.jsonl": "beir", "collection.tsv": "msmarco"}
+_FOLDERS |= {"state.json": "hub", "dataset_dict.json": "hub"}  # of `save_to_disk`
 _CACHED = 3  # to be raised when the readers or the cache change, so that older files are not taken for new
 
 
@@ -131,25 +107,20 @@ class Source:
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Every record that can be used."""
         if self.data_format == "beir":
-            for query, positives in read_judged_pairs(self.path, self.split, report):
-                yield Record(query, positives, [])
+            judged = read_judged_pairs(self.path, self.split, report)
+            yield from (Record(query, positives, []) for query, positives in judged)
         elif self.data_format == "msmarco" and self.path.is_dir():
-            for row in read_msmarco(self.path, self.split, self.num_negatives, report):
-                yield Record(*row)
+            yield from map(Record._make, read_msmarco(self.path, self.split, self.num_negatives, report))
         elif self.data_format == "msmarco":
-            yield from take(self.path, read_lines(self.path), _text_triple, report)
+            yield from take(self.path, records.read_lines(self.path), _text_triple, report)
         else:
-            fields = Fields(self.columns)
-            yield from take(self.path, self._rows(), fields.read, report)
-            if fields.unseen:
-                names = ", ".join(sorted(fields.unseen))
-                raise DataError(one_line(f"{self.path}: no record has a field {names} (correct --data_columns)"))
+            yield from take(self.path, self._rows(), Fields(self.columns).read, report)
 
     def _rows(self) -> Rows:
         if self.data_format in ("hub", "parquet"):
-            return arrow_rows(self.path, self._dataset().with_format("arrow").iter(1000))
-        readers = {"dpr": read_json_array, "csv": csv_rows}
-        return readers.get(self.data_format, read_json_lines)(self.path)
+            return records.arrow_rows(self.path, self._dataset().with_format("arrow").iter(1000))
+        readers = {"dpr": records.read_json_array, "csv": records.csv_rows}
+        return readers.get(self.data_format, records.read_json_lines)(self.path)
 
     def _dataset(self) -> Any:
         """What `datasets` reads: `NAME` or `NAME:CONFIG` on the hub, a folder of `save_to_disk`, a parquet file."""
@@ -158,7 +129,7 @@ class Source:
         source = str(self.path)
         try:
             if self.data_format == "parquet":
-                open_data_file(source).close()
+                records.open_data_file(source).close()
                 return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
             if not self.path.is_dir():
                 name, _, config = source.partition(":")
@@ -186,8 +157,7 @@ class Source:
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
     """The format of a file, a folder or a dataset of the hub, by its content. "pairs" stands for "triplets" too.
 
-    A table is known by the usual names of its columns, or by those of `columns`, {role: name}. Raises `DataError` where
-    nothing is there, or it is in none of the formats.
+    A table is known by the usual names of its columns, or by those of `columns`. Raises `DataError` for no format.
     """
     path = Path(source)
     if path.is_dir():
@@ -197,7 +167,7 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         raise DataError(one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
     if not path.exists() and re.fullmatch(r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?", str(source)):
         return "hub"
-    head = first_bytes(path)
+    head = records.first_bytes(path)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"["):
@@ -205,7 +175,7 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     if head.startswith(b"{"):
         return "tevatron" if b'"positive_passages"' in head else "pairs"
     line = head.split(b"\n")[0].decode("utf-8", "replace")
-    if {*(columns or {}).values()}.union(*FIELDS.values()).intersection(split_header(line)[1]):
+    if {*(columns or {}).values()}.union(*FIELDS.values()).intersection(records.split_header(line)[1]):
         return "csv"
     if line.count("\t") == 2:
         return "msmarco"
@@ -217,11 +187,8 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
 
 
 def parse_columns(given: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
-    """{role: name of the column}, from a mapping, from ``ROLE=NAME`` words or from one word that is a JSON object.
-
-    Raises:
-        ConfigError: a role that `FIELDS` does not have, or words that are neither.
-    """
+    """{role: name of the column}, from a mapping, from ``ROLE=NAME`` words or from one word that is a JSON object;
+    raises `ConfigError` for a role that `FIELDS` does not have, or words that are neither."""
     words: Any = given or ()
     try:
         if not isinstance(words, Mapping) and len(words) == 1 and words[0].startswith("{"):
@@ -235,10 +202,9 @@ def parse_columns(given: Mapping[str, str] | Sequence[str] | None) -> dict[str, 
 
 
 class Fields:
-    """Finds the parts of the records of one file by the names of their fields.
+    """Finds the parts of the records of one file by the names of their fields; the first record decides for all.
 
-    The first record that has a query and a positive decides which they are for its whole file. Were each record read by
-    itself, one without "positive" would silently pass for one with "text".
+    Were each record read by itself, one without "positive" would silently pass for one with "text".
     """
 
     def __init__(self, columns: Mapping[str, str]) -> None:
@@ -247,16 +213,14 @@ class Fields:
         self._names |= {role: [name] for role, name in columns.items()}
         self._numbered = "negatives" not in columns
         self._chosen: tuple[str, str] | None = None
-        self.unseen = taken  # names of the mapping that no record has had
 
     def read(self, record: Mapping[str, Any]) -> Record:
         """The record of these fields; raises `Fault` for what is missing, empty or no text."""
         if self._chosen is None:
             self._chosen = self._choose("query", record), self._choose("positive", record)
-        self.unseen = self.unseen - record.keys()
         query_field, positive_field = self._chosen
         query = text_of(record.get(query_field), query_field)
-        title = "".join(title_of(record, name) for name in self._names["title"])
+        title = "".join(records.title_of(record, name) for name in self._names["title"])
         positives = _passages(record.get(positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
@@ -266,15 +230,14 @@ class Fields:
         for name in self._names[role]:
             if name in record:
                 return name
-        hint = f"name it {' or '.join(self._names[role])}, or set --data_columns {role}=NAME"
-        raise Fault(f"missing {role}", f"its fields are {quoted(', '.join(record), 200)}; {hint}")
+        fields = quoted(", ".join(record), 200)
+        raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
     def _negatives(self, record: Mapping[str, Any]) -> list[str]:
         """All numbered ones or, where there are none, those of the first field that has any; null is none."""
         numbered = [name for name in record if self._numbered and re.fullmatch("negative_[1-9][0-9]*", name)]
-        found: list[str] = []
-        for name in sorted(numbered, key=lambda name: (len(name), name)):  # by number, not by place
-            found += _passages(record[name], name) if record[name] is not None else []
+        numbered = sorted(numbered, key=lambda name: (len(name), name))  # by number, not by place
+        found = [text for name in numbered if record[name] is not None for text in _passages(record[name], name)]
         for name in self._names["negatives"]:
             if not found and record.get(name) is not None:
                 found = _passages(record[name], name)
@@ -288,16 +251,14 @@ def _passages(value: Any, what: str, title: str = "") -> list[str]:
     found = []
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, dict):
-            found.append(passage_text(title_of(one), text_of(one.get("text"), f"{what} text")))
+            found.append(passage_text(records.title_of(one), text_of(one.get("text"), f"{what} text")))
         else:
             found.append(passage_text(title, text_of(one, what)))
     return found
 
 
 def _text_triple(line: str) -> Record:
-    cells = line.split("\t")
-    if len(cells) != 3:
-        raise Fault("not three columns", f"found {len(cells)} separated by tabs")
+    cells = records.cells_of(line, 3)
     if all(cell.strip().isdecimal() for cell in cells):
         raise Fault("ids where texts are expected", "name the folder that holds it beside collection.tsv")
     query, positive, negative = (text_of(*pair) for pair in zip(cells, FIELDS, strict=False))
@@ -310,10 +271,10 @@ _IDS, _TEXTS = ("_id", "id", "docid", "doc_id", "pid", "passage_id"), ("text", "
 
 
 class Passage(NamedTuple):
-    """A passage and what it is called; `title` is empty where there is none, or where the data came as one text."""
+    """A passage and what it is called."""
 
     id: str
-    title: str
+    title: str  # empty where there is none, or where the data came as one text
     text: str
 
     @property
@@ -325,38 +286,23 @@ class Passage(NamedTuple):
 def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
     """Every passage of a corpus, in its order; each record is counted in ``report``. An id may occur twice.
 
-    Args:
-        path: a BEIR folder, or a file, plain or gzip: jsonl (`_id` or `id`, `title`, `text`), a table with a header of
-            these (DPR's), or lines of `id<TAB>text` (MS MARCO's, no quoting).
-
-    Raises:
-        DataError: the source cannot be used, or a bad record under "stop".
+    `path` is a BEIR folder, or a file, plain or gzip: jsonl (`_id` or `id`, `title`, `text`), a table with a header of
+    these (DPR's), or lines of `id<TAB>text` (MS MARCO's, no quoting). Raises `DataError`.
     """
-    path = _corpus_file(path)
-    start = first_bytes(path)
-    header = split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
+    path = beir_file(Path(path), "corpus.jsonl") if os.path.isdir(path) else Path(path)
+    start = records.first_bytes(path)
+    header = records.split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
+    read = records.csv_rows if {*header} & {*_TEXTS} else records.read_lines
     if start.startswith(b"{"):
-        rows = read_json_lines(path)
-    else:
-        rows = csv_rows(path) if {*header} & {*_TEXTS} else read_lines(path)
-    return take(path, rows, _passage, report)
-
-
-def count_roughly(path: AnyPath) -> int:
-    """How many lines a corpus has, for a bar of progress; nothing is checked."""
-    with open_data_file(_corpus_file(path)) as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _corpus_file(path: AnyPath) -> Path:
-    return beir_file(Path(path), "corpus.jsonl") if os.path.isdir(path) else Path(path)
+        read = records.read_json_lines
+    return take(path, read(path), _passage, report)
 
 
 def _passage(record: str | Mapping[str, Any]) -> Passage:
     if isinstance(record, str):
-        record = dict(zip(("id", "text"), two_cells(record), strict=True))
+        record = dict(zip(("id", "text"), records.cells_of(record, 2), strict=True))
     text = text_of(_first(record, _TEXTS), "text", may_be_blank=True)
-    passage = Passage(identifier_of(_first(record, _IDS), "id"), title_of(record), text)
+    passage = Passage(records.identifier_of(_first(record, _IDS), "id"), records.title_of(record), text)
     if not passage.passage:
         raise Fault("empty passage", quoted(passage.id))
     return passage
@@ -380,15 +326,11 @@ def load_questions(path: AnyPath, on_bad_record: OnBadRecord = "stop") -> Questi
     """Read a file of questions with answers, plain or gzip.
 
     DPR's `nq-test.qa.csv` and others (a question, a tab, a Python list of answers; no header), jsonl (as published with
-    NQ open), or a JSON array (DPR's training files). Of a JSON record, `question` (or `query`) is the question and
-    `answers` (or `answer`) a text or a list of texts.
-
-    Raises:
-        DataError: the file cannot be used, no question is left, or a bad record under "stop".
+    NQ open). Of a JSON record, `question` (or `query`) is the question and
+    `answers` (or `answer`) a text or a list of texts. Raises `DataError`.
     """
     report = RecordReport(on_bad_record)
-    readers = {b"[": read_json_array, b"{": read_json_lines}
-    rows = readers.get(first_bytes(path)[:1], read_lines)(path)
+    rows = records.read_json_lines(path) if records.first_bytes(path).startswith(b"{") else records.read_lines(path)
     texts, answers, content = {}, {}, Fingerprint()
     for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
         texts[f"question-{number}"], answers[f"question-{number}"] = text, listed
@@ -400,7 +342,7 @@ def _question(row: str | dict[str, Any]) -> tuple[str, list[str]]:
     if isinstance(row, str):
         cells = next(csv.reader([row], delimiter="\t"), [])
         if len(cells) != 2:
-            raise Fault("not two columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
+            raise Fault("not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
         try:
             # Literals only: nothing of the file is run.
             row = {"question": cells[0], "answers": ast.literal_eval(cells[1].strip())}

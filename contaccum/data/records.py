@@ -1,8 +1,7 @@
 """Records of data files, one at a time, and none lost without a word.
 
-Lines, JSON, csv and Arrow; text plain or gzip, UTF-8 with or without a byte-order mark. A bad record is either the one
-line that stops the run or counted in the report: records seen = used + reported. What a record must hold is for readers
-to say: they raise `Fault`, and `take` makes one or the other of it.
+Lines, JSON, csv and Arrow; text plain or gzip, UTF-8 with or without a byte-order mark. A bad record, of which readers
+raise a `Fault`, is either the one line that stops the run or counted in the report: seen = used + reported.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class RecordReport:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the counts of another report, its `vars`, which JSON can hold."""
-        self.seen, self.reported, self.first = state["seen"], state["reported"], state["first"]
-        self.by_reason = Counter(state["by_reason"])
+        vars(self).update(state, by_reason=Counter(state["by_reason"]), on_bad_record=self.on_bad_record)
 
     def summary(self) -> str:
         """One line: how many records were seen, used and left out, why, and where the first one is."""
@@ -157,12 +155,12 @@ def identifier_of(value: object, what: str) -> str:
     return str(value) if type(value) is int else text_of(value, what)
 
 
-def two_cells(line: str) -> tuple[str, str]:
-    """The halves of a line of two, separated by a tab; raises `Fault`."""
-    cells = line.split("\t")
-    if len(cells) != 2:
-        raise Fault("not two columns", f"found {len(cells)} separated by tabs")
-    return cells[0], cells[1]
+def cells_of(line: str, wanted: int, separator: str | None = "\t") -> list[str]:
+    """The cells of a line, so many as are wanted; raises `Fault`. A separator of None is any white space."""
+    cells = line.split(separator)
+    if len(cells) != wanted:
+        raise Fault(f"not {wanted} columns", f"found {len(cells)}")
+    return cells
 
 
 # Rows of files -------------------------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ def read_json_array(path: AnyPath) -> Rows:
                 yield number, _object(value)
         except (ijson.JSONError, *_UNREADABLE) as error:
             fault = Fault("broken JSON, or the file breaks off")
-            raise broken(path, number + 1, fault, "get the file again: the rest cannot be read") from error
+            raise broken(path, number + 1, fault, "get the file again") from error
 
 
 def csv_rows(path: AnyPath) -> Rows:
@@ -254,8 +252,7 @@ def csv_rows(path: AnyPath) -> Rows:
                     yield start, Fault("wrong number of columns", f"found {len(row)} where the header has {len(names)}")
                 start = reader.line_num + 2
         except csv.Error as error:
-            mend = "write two quotes for one inside a quoted cell; nothing after it can be told apart"
-            raise broken(path, start, Fault("broken quoting", str(error)), mend) from error
+            raise broken(path, start, Fault("broken quoting", str(error)), "double quotes inside of cells") from error
         except _UNREADABLE as error:
             yield start, Fault("the file breaks off", str(error))
 
@@ -278,4 +275,4 @@ def arrow_rows(source: AnyPath, batches: Iterable[Any]) -> Rows:
                 yield number, row
     except Exception as error:  # Arrow's, the hub's and the network's have no common ancestor
         fault = Fault("damaged, or of another format", str(error)[:300])
-        raise broken(source, number + 1, fault, "get it again, or set --data_format") from error
+        raise broken(source, number + 1, fault, "get it again") from error

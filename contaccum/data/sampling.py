@@ -29,10 +29,9 @@ MissingNegatives = Literal["fill", "drop"]
 POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
 MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
 
-LABELS = ("label", "labels", "score", "scores", "dataset_name")
-"""Columns that sentence-transformers takes for no text."""
-
+LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns that sentence-transformers takes for no text
 TOO_FEW = "too few hard negatives"
+SHUFFLE_BUFFER = 10_000  # rows of a stream of which a random one is next
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
 
 
@@ -166,7 +165,10 @@ class EpochSampling:
         """`found` and other rows' positives: random negatives, but no known positives of the query."""
         wanted = len(self.columns) - 2
         query_id, *used = text_ids([query, positive, *found]).tolist()
-        forbidden = {*used, *positives_of(query_id, self.known_positives)}
+        forbidden = {*used}
+        if (known := self.known_positives) is not None:  # which are sorted
+            low, high = (known[:, 0].searchsorted(query_id, side) for side in ("left", "right"))
+            forbidden |= {*known[low:high, 1].tolist()}
         for _ in range(_TRIES):
             if len(found) == wanted:
                 return found
@@ -226,14 +228,9 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
 # Streams --------------------------------------------------------------------------------------------------------------
 
 
-def stream_rows(
-    source: Source, selection: Selection, report: RecordReport, buffer_size: int, seed: int
-) -> IterableDataset:
-    """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end.
-
-    Their order is a function of (seed, buffer_size); `report` is of the pass that is being read. Raises `ConfigError`
-    where missing negatives are to be filled in: other rows are not known.
-    """
+def stream_rows(source: Source, selection: Selection, report: RecordReport, seed: int) -> IterableDataset:
+    """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end; `report` is of
+    the pass that is being read. Raises `ConfigError` where negatives are to be filled in: other rows are not known."""
     from datasets import Features, IterableDataset, List, Value
 
     h = selection.num_hard_negatives
@@ -262,27 +259,21 @@ def stream_rows(
     features = Features({**dict.fromkeys(names, Value("string")), "label": List(Value("int64"))})
     # Its own fingerprint: datasets would hash all that the generator can reach.
     rows = IterableDataset.from_generator(generate, features)
-    return rows.shuffle(seed & (2**63 - 1), buffer_size=buffer_size)
+    return rows.shuffle(seed & (2**63 - 1), buffer_size=SHUFFLE_BUFFER)
 
 
 # Ids and known positives ---------------------------------------------------------------------------------------------
 
 
 def text_ids(texts: Iterable[Any]) -> np.ndarray:
-    """Eight bytes of each text (or of what it is as a text), as int64 (k,).
-
-    Of ten million, two share theirs with a probability of 3e-6.
-    """
+    """Eight bytes of each text, as int64 (k,): of ten million, two share theirs with a probability of 3e-6."""
     hashes = [blake2b(str(text).encode("utf-8"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(hashes), dtype="<i8").astype(np.int64)
 
 
 def several_positives(pairs: np.ndarray) -> np.ndarray | None:
-    """The pairs of all queries that have more than one positive, each pair once: int64 (r, 2), sorted; None: no pair.
-
-    Args:
-        pairs: int64 (n, 2), hashes of a query's and a positive's text for every pair of the data.
-    """
+    """Of pairs, int64 (n, 2), hashes of a query's and a positive's text, those of all queries that have more than one
+    positive, each pair once: int64 (r, 2), sorted; None: no pair."""
     order = np.argsort(pairs[:, 0])
     found = np.unique(pairs[order[_repeated(pairs[order, 0])]], axis=0)
     found = found[_repeated(found[:, 0])]
@@ -294,11 +285,3 @@ def _repeated(ordered: np.ndarray) -> np.ndarray:
     same = np.zeros(len(ordered) + 1, dtype=bool)
     same[1:-1] = ordered[1:] == ordered[:-1]
     return same[1:] | same[:-1]
-
-
-def positives_of(query: int, known: np.ndarray | None) -> list[int]:
-    """The known positives of a query, by hash; none where it has one alone, which then is not in ``known``."""
-    if known is None:
-        return []
-    low, high = (int(np.searchsorted(known[:, 0], query, side)) for side in ("left", "right"))
-    return known[low:high, 1].tolist()

@@ -7,10 +7,8 @@ checked by the loss itself. Nothing here touches a model or data.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,6 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.data.samplers import SET_SAMPLERS
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact_record
 from contaccum.info_nce import BankedInfoNCE
@@ -77,12 +74,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")
     refresh_range_max: int | None = option(None, "Mine none beyond this rank. Default: ten times refresh_pool.")
     refresh_relative_margin: float = option(0.05, "Mine none that scores above (1 - this) of the positive's score.")
-    # A sampler of the user's may be given too; for a parser it is a text.
-    multi_dataset_batch_sampler: str = option("proportional", "How several training sets take turns.", SET_SAMPLERS)
-    sampling_temperature: float = option(2.0, "T: sets are sampled in proportion to size**(1/T), with `temperature`.")
-    sampling_weights: dict | str | None = option(  # noqa: RUF009  # a field, as those above
-        None, "Shares of micro-batches by name of the training set, as {a: 2, b: 1}; 1 for others."
-    )
     total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
     max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
     early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
@@ -95,15 +86,10 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             value, choices = getattr(self, name), self.__dataclass_fields__[name].metadata.get("choices")
             if choices and isinstance(value, str):
                 check_choice(name, value, choices)
-        self._settle_set_sampler()
         self._refuse()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
-        given = self.multi_dataset_batch_sampler
-        if self.set_sampler is not None:
-            self.multi_dataset_batch_sampler = "proportional"  # the base class knows not all
         super().__post_init__()
-        self.multi_dataset_batch_sampler = given
         self._refuse_on_this_machine()
         self._fit_sizes()
         if self.keeps_bank and self.bank_size is None:
@@ -124,18 +110,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             "gather_across_devices": self.gathers,
         }
 
-    def _settle_set_sampler(self) -> None:
-        """Settle ``set_sampler``: one of ``SET_SAMPLERS``, or None for a sampler of the user's."""
-        if isinstance(self.sampling_weights, str):
-            with suppress(ValueError):  # what is no mapping is refused later
-                self.sampling_weights = json.loads(self.sampling_weights)
-        kind = getattr(self.multi_dataset_batch_sampler, "value", self.multi_dataset_batch_sampler)
-        self.set_sampler = kind if isinstance(kind, str) else None
-        if self.sampling_weights is not None and kind == "proportional":  # the default
-            self.multi_dataset_batch_sampler = self.set_sampler = "weights"
-
     def _refuse(self) -> None:
-        method, weights, auto = self.method, self.sampling_weights, self.finds_micro_batch
+        method, auto = self.method, self.finds_micro_batch
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})
@@ -153,12 +129,6 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             "auto_find_batch_size: set per_device_train_batch_size=auto, which keeps pairs": self.auto_find_batch_size,
             "per_device_train_batch_size=auto: say how many pairs an update has with total_train_batch_size": (
                 auto and self.total_train_batch_size is None
-            ),
-            f"sampling_weights={weights}: give a mapping, as {{a: 2, b: 1}}": not isinstance(
-                weights, (dict, type(None))
-            ),
-            f"sampling_weights with multi_dataset_batch_sampler={self.set_sampler}: drop one of them": (
-                weights is not None and self.set_sampler not in (None, "weights")
             ),
             "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps": patient,
             "refresh_negatives_every with fsdp: drop one of them": self.refresh_negatives_every and self.fsdp,

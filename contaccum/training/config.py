@@ -19,7 +19,7 @@ from transformers import HfArgumentParser
 
 from contaccum.data import DATA_FORMATS, TrainingSets, load_training_sets, parse_columns, parse_training_sets
 from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
-from contaccum.errors import ConfigError, check_choice, closest
+from contaccum.errors import ConfigError, closest
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of, option, refuse, refuse_alone
 
@@ -54,7 +54,7 @@ class DataArguments:
     train_data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "A folder, a file or a Hugging Face data set; or several, paths or {path: ..., weight: ...}."
+            "help": "A folder, a file or a Hugging Face data set; or several, paths or {path: ..., columns: ...}."
         },
     )
     data_format: str | None = option(None, "Default: detected from the content.", tuple(DATA_FORMATS))
@@ -65,7 +65,6 @@ class DataArguments:
     negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
     missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
     streaming: bool = option(False, "Read the files anew in each pass, and store nothing. Needs max_steps.")
-    shuffle_buffer_size: int | None = option(None, "Rows of a stream of which a random one is next. Default 10,000.")
     on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
     eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
     eval_split: str = option("dev", "Of eval_data: which judgements.")
@@ -73,8 +72,8 @@ class DataArguments:
     eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
 
     @property
-    def sets(self) -> list[Any]:
-        """What is said of each training set; raises `ConfigError` for what cannot be used."""
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """How each training set is read, by its name; raises `ConfigError` for what cannot be used."""
         names = ("split", "num_hard_negatives", "positives", "negatives_from", "missing_negatives", "data_format")
         common = {name: getattr(self, name) for name in names}
         return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
@@ -129,16 +128,12 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
 
 def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
-    sets = data.sets  # checks them, and what all have in common
-    weights = {one.name: one.weight for one in sets if one.weight is not None}
+    _ = data.sets  # checks them, and what all have in common
     refreshes, planned = args.refresh_negatives_every is not None, name_of(args.batch_sampler) != "batch_sampler"
     conflicts = args.finds_micro_batch or args.dataloader_num_workers or planned
     evaluates = name_of(args.eval_strategy) != "no"
     refuse(
         {
-            "a weight in train_data with sampling_weights or multi_dataset_batch_sampler: give one of them": (
-                weights and (args.sampling_weights or args.set_sampler not in ("proportional", "weights"))
-            ),
             "refresh_negatives_every with num_hard_negatives=0: set it": refreshes and not data.num_hard_negatives,
             "refresh_negatives_every with streaming=true or several sets in train_data: it mines in one set": (
                 refreshes and (data.streaming or not data.is_one_path)
@@ -154,12 +149,7 @@ def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
             ),
         }
     )
-    refuse_alone(data, {"shuffle_buffer_size": "streaming"})
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
-    if weights:
-        args.sampling_weights, args.set_sampler, args.multi_dataset_batch_sampler = weights, "weights", "weights"
-    for name in args.sampling_weights or ():
-        check_choice("sampling_weights: a training set", name, [one.name for one in sets])
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
         args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
 
@@ -203,7 +193,6 @@ def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> Training
         on_bad_record=data.on_bad_record,
         negatives_to_come=args.refresh_negatives_every is not None,
         streaming=data.streaming,
-        shuffle_buffer_size=data.shuffle_buffer_size or 10_000,
         seed=args.order_seed,
     )
 
@@ -217,13 +206,6 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
     names = ("data_format", "split", "on_bad_record")
     how = {name: getattr(data, name) for name in names} | {"columns": parse_columns(data.data_columns)}
     return load_mining_data(data.train_data[0], args.refresh_corpus, **how)
-
-
-def take_prompts(args: ContAccumTrainingArguments, data: Any, model: DualEncoder) -> None:
-    """Prompts that training sets have of their own, for the trainer; others are the model's."""
-    prompts = data.prompts(model.prompts)
-    refuse({"prompts with a query_prompt or passage_prompt in train_data: say it once": prompts and args.prompts})
-    args.prompts = args.prompts if prompts is None else prompts
 
 
 def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator | None:

@@ -63,9 +63,11 @@ def run_record(trainer: Any) -> dict[str, Any]:
     """The content of ``run.json``: what the run is, so that it can be repeated."""
     args, evaluator = trainer.args, trainer.evaluator
     data: dict[str, Any] = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset)}
-    if trainer.set_shares:
-        shares = trainer.set_shares.items()
-        data["sets"] = [{"name": name, **trainer.data_sets.get(name, {}), **about} for name, about in shares]
+    if isinstance(trainer.train_dataset, dict):
+        parts = trainer.train_dataset.items()
+        data["sets"] = [
+            {"name": name, **trainer.data_sets.get(name, {}), "rows": rows_of(part)} for name, part in parts
+        ]
     return {
         "method": args.method,
         "seed": args.seed,

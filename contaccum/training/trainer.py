@@ -20,13 +20,12 @@ import torch
 from datasets import IterableDataset
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-from sentence_transformers.base.training_args import MultiDatasetBatchSamplers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from contaccum.data.samplers import make_batch_sampler, make_set_sampler, set_shares
+from contaccum.data.samplers import make_batch_sampler
 from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import loading
 from contaccum.errors import ConfigError, UserError
@@ -91,8 +90,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
         self.given_arguments = args.to_dict()
         args = copy.copy(args)  # what follows belongs to this model and data set
-        if args.set_sampler in ("temperature", "weights"):  # for data to evaluate on, which has neither
-            args.multi_dataset_batch_sampler = MultiDatasetBatchSamplers.PROPORTIONAL
         train_dataset, self.refresh = with_refresh(args, train_dataset, mining_data)
         self.samplings = samplings_of(train_dataset)
         columns = columns_by_set(train_dataset if train_dataset is not None else eval_dataset)
@@ -103,7 +100,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
         self.data_fingerprint, self.data_sets = data_fingerprint, data_sets or {}
         self.batch_sampler: Any = None
-        self.set_shares: dict[str, dict[str, Any]] = {}
         self._checkpoint: str | None = None
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
@@ -202,9 +198,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.batch_sampler, rows = samplers[0], data
             if isinstance(data, dict):
                 rows = ConcatDataset(list(parts.values()))
-                own = make_set_sampler(args, parts, samplers, args.order_seed)
-                self.batch_sampler = own or self.get_multi_dataset_batch_sampler(rows, samplers, seed=args.order_seed)
-                self.set_shares = set_shares(args, parts, samplers, self.batch_sampler)
+                generator = torch.Generator()  # seeded by seed and epoch when an epoch begins
+                given = {"generator": generator, "seed": args.order_seed}
+                self.batch_sampler = self.get_multi_dataset_batch_sampler(rows, samplers, **given)
             loader = DataLoader(rows, batch_sampler=self.batch_sampler, **common)
         self.accelerator.even_batches = False  # the last batch must not be padded with rows of others
         self._train_dataloader = self.accelerator.prepare(loader)

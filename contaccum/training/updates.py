@@ -234,7 +234,7 @@ class Updates:
     def _rows_of(self, micro_steps: list[int]) -> list[int] | None:
         """Rows of the training data in some micro-steps of the update under way; None: the sampler cannot tell."""
         trainer, args = self.trainer, self.trainer.args
-        if trainer.batch_sampler is None or args.own_batch_sampler or args.set_sampler is None:
+        if trainer.batch_sampler is None or args.own_batch_sampler or callable(args.multi_dataset_batch_sampler):
             return None
         k = args.gradient_accumulation_steps
         first = trainer.state.global_step % max(-(-len(trainer._train_dataloader) // k), 1) * k

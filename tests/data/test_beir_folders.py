@@ -15,16 +15,8 @@ from typing import Any
 
 import pytest
 
-from contaccum.data import (
-    PUBLIC_NAMES,
-    RecordReport,
-    default_split,
-    load_beir_folder,
-    load_training_data,
-    resolve_beir_data,
-    shipped_scifact,
-)
-from contaccum.data.beir import ARCHIVE_MD5
+from contaccum.data import PUBLIC_NAMES, RecordReport, default_split, load_beir_folder, load_training_data
+from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
 from contaccum.errors import DataError
 
 CORPUS = [
@@ -88,7 +80,7 @@ CASES = [
     ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "title": "no text"}', "missing text"),
     ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "title": ["t"], "text": "t"}', "title is not text"),
     ("queries", "queries.jsonl", QUERIES, '{"_id": "q9", "text": " \\n"}', "empty text"),
-    ("qrels", "qrels/test.tsv", QRELS, "q1 0 d1 1", "not three columns"),
+    ("qrels", "qrels/test.tsv", QRELS, "q1 0 d1 1", "not 3 columns"),
     ("qrels", "qrels/test.tsv", QRELS, "q1\td1\t1.5", "score is not an integer"),
     ("qrels", "qrels/test.tsv", QRELS, "q9\td1\t1", "unknown query"),
     ("qrels", "qrels/test.tsv", QRELS, "q1\td9\t1", "unknown document"),

@@ -125,7 +125,7 @@ case("csv without the column", file("a.csv", "query,postive\nq,p\n"), r":2: miss
 case("csv row too long", file("a.csv", CSV + "q,,one, two,,\n"), r":5: wrong number of columns: found 6 where", (3, 1))
 case("csv quote left open", file("a.csv", 'query,positive\nq,"open\nr,p\n'), r":2: broken quoting", None)
 case("csv empty text", file("a.csv", "query,positive\nq,\nr,p\n"), r"a\.csv:2: missing positive", (1, 1))
-case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:4: not three columns: found 2", (3, 1))
+case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:4: not 3 columns: found 2", (3, 1))
 case("triples of ids", file("qidpidtriples.tsv", "1\t2\t3\n"), r"\.tsv:1: ids where texts are expected", None)
 case("no parquet", file("a.parquet", "PAR1"), r"a\.parquet: as a Hugging Face dataset .* cannot be loaded", None)
 no_positive = [{"query": "q", "score": 1}]

@@ -46,7 +46,7 @@ def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Pa
     first, second = (load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2))
     assert len(reads) == 9
     assert first.fingerprint == second.fingerprint and first.report == second.report
-    assert "1 broken JSON" in second.summary() and list(first.dataset) == list(second.dataset)
+    assert "1 broken JSON" in second.report.summary() and list(first.dataset) == list(second.dataset)
 
 
 def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder: Path, reads: list[str]) -> None:

@@ -11,7 +11,6 @@ from data_files import put, read
 from contaccum.data import DATA_FORMATS, Record, sniff_format
 from contaccum.data.dataset import SET_KEYS
 from contaccum.data.readers import FIELDS
-from contaccum.data.samplers import SET_SAMPLERS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 
@@ -50,10 +49,10 @@ def test_example_of_a_folder_is_sniffed_and_read(tmp_path: Path, data_format: st
     assert record.query == "what is rain" and record.positives[0].endswith("Water that falls.")
 
 
-def test_every_format_usual_name_key_of_a_set_and_sampler_is_documented() -> None:
+def test_every_format_usual_name_and_key_of_a_set_is_documented() -> None:
     rows = re.findall(r"^\| `(?:query|positive|negatives|title)` \|(.*)\|$", DOCS, re.MULTILINE)
     named = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
     assert set().union(*FIELDS.values()) <= named
     assert all(f"**`{name}`" in DOCS or f", `{name}`**" in DOCS for name in DATA_FORMATS)
     (section,) = re.findall(r"^## Several sets\n(.*?)^## ", DOCS, re.MULTILINE | re.DOTALL)
-    assert {name for name in (*SET_KEYS, *SET_SAMPLERS) if f"`{name}`" not in section} == set()
+    assert {name for name in SET_KEYS if f"`{name}`" not in section} == set()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from data_files import put
 
-from contaccum.data import Passage, RecordReport, count_roughly, load_questions, read_passages
+from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.errors import DataError
 
 PASSAGES = [Passage("1", "Title", 'one "quoted" text'), Passage("2", "", "ä second"), Passage("x3", "t", "third")]
@@ -32,7 +32,7 @@ def test_every_form_gives_the_same_passages(tmp_path: Path) -> None:
         put(tmp_path / "psgs.tsv", "id\ttext\ttitle\n" + rows),
         put(tmp_path / "psgs.tsv.gz", "id\ttext\ttitle\n" + rows),
     ):
-        assert read(path) == PASSAGES and 3 <= count_roughly(path) <= 4
+        assert read(path) == PASSAGES
     assert PASSAGES[0].passage == 'Title one "quoted" text'
 
 
@@ -51,7 +51,7 @@ def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path: Path) -> No
         ("a.jsonl", '{"_id": "1", "text": " "}', "empty passage: '1'"),
         ("a.jsonl", '{"_id": "1", "text": "a", "title": 3}', "title"),
         ("a.jsonl", "{", "broken JSON"),
-        ("a.tsv", "1\ta\tb", "not two columns: found 3"),
+        ("a.tsv", "1\ta\tb", "not 2 columns: found 3"),
         ("a.tsv", "1\t\ud800", "not UTF-8 text"),
         ("a.tsv", "\ta", "empty id"),
     ],
@@ -69,7 +69,6 @@ FORMS = {
     "a.qa.csv": "who?\t['Ann', 'the \"b\"']\n\nwhen\t[\"1947\"]\n",
     "c.jsonl": "".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in EXPECTED),
     "d.jsonl.gz": "".join(json.dumps({"query": q, "answers": a}) + "\n" for q, a in EXPECTED),
-    "e.json": json.dumps([{"question": q, "answers": a, "positive_ctxs": []} for q, a in EXPECTED], indent=1),
 }
 
 
@@ -84,7 +83,7 @@ def test_every_form_gives_the_same_questions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("no answers here", "not two columns: found 1"),
+        ("no answers here", "not 2 columns: found 1"),
         ("a\tPetra", "answers are not a list: found 'Petra'"),
         ("a\t__import__('os').system('true')", "answers are not a list"),
         ("a\t{'x': 1}", "no answers"),

@@ -15,8 +15,16 @@ from data_files import put_lines
 from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
-from contaccum.data import EpochSampling, Selection, TrainingData, load_training_data, samplings_of
-from contaccum.data.sampling import first_texts, several_positives, text_ids, with_row_numbers
+from contaccum.data.dataset import TrainingData, load_training_data
+from contaccum.data.sampling import (
+    EpochSampling,
+    Selection,
+    first_texts,
+    samplings_of,
+    several_positives,
+    text_ids,
+    with_row_numbers,
+)
 from contaccum.errors import ConfigError, DataError
 
 H = 2
@@ -146,7 +154,7 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) 
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
     kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
     assert [row["query"] for row in data.dataset] == kept
-    assert "30 records: 20 used, 10 left out (10 too few hard negatives; first: " in data.summary()
+    assert "30 records: 20 used, 10 left out (10 too few hard negatives; first: " in data.report.summary()
     bare = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
     with pytest.raises(DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"):
         load_training_data(bare, num_hard_negatives=1)

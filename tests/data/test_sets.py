@@ -27,26 +27,23 @@ def ids(*texts: str) -> list[int]:
 
 
 def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common() -> None:
-    given = ["x/pairs.jsonl", '{"path": "b.csv", "weight": 2, "columns": {"query": "q"}}']
-    one, other = parse_training_sets(given, {"num_hard_negatives": 1, "split": "dev"})
-    assert (one.path, one.name, one.weight, one.reading) == (
-        *("x/pairs.jsonl", "pairs", None),
-        {"num_hard_negatives": 1, "split": "dev", "columns": {}},
-    )
-    assert (other.name, other.weight, other.reading["columns"]) == ("b", 2, {"query": "q"})
-    (own,) = parse_training_sets([{"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}], one.reading)
-    assert own.name == "n" and own.reading == {**one.reading, "split": "test", "data_format": "csv"}
+    common = {"num_hard_negatives": 1, "split": "dev"}
+    own = {"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}
+    given = ["x/pairs.jsonl", '{"path": "b.csv", "columns": {"query": "q"}}', own]
+    assert parse_training_sets(given, common) == {
+        "pairs": {**common, "path": "x/pairs.jsonl", "columns": {}},
+        "b": {**common, "path": "b.csv", "columns": {"query": "q"}},
+        "n": {**common, "path": "a.tsv", "columns": {}, "split": "test", "data_format": "csv"},
+    }
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([{"path": "a", "wieght": 2}], "a key of a set must be one of .*, got 'wieght'; did you mean 'weight'"),
+        ([{"path": "a", "colums": {}}], "a key of a set must be one of .*, got 'colums'; did you mean 'columns'"),
         ([{"name": "a"}], "a set has a path"),
         (["{broken"], "train_data: '{broken': "),
-        ([{"path": "a", "weight": 0}], "perhaps a weight above 0"),
         ([{"path": "a", "format": "xlsx"}], "train_data: .*: format must be one of"),
-        ([{"path": "a", "positives": "some"}], "train_data: .*: positives must be one of"),
         (["x/a.jsonl", "y/a.csv"], "two sets are called 'a'"),
     ],
 )
@@ -58,29 +55,28 @@ def test_what_cannot_be_said_of_a_set_is_refused(given: list[Any], message: str)
 def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
     one = put_lines(tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"})
     other = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"})
-    sets = load(one, {"path": str(other), "query_prompt": "faq: "})
+    sets = load(one, other)
     assert list(sets.dataset) == ["a", "b"]
-    for part in sets.parts:
+    for part in sets.parts.values():
         assert part.known_positives is not None
         assert part.known_positives.tolist() == sorted([ids("q", "p"), ids("q", "t")])
     assert sets.dataset["b"][1] == {"query": "u", "positive": "p", "label": ids("u", "p")}
-    assert sets.fingerprint not in {part.fingerprint for part in sets.parts}
+    assert sets.fingerprint not in {part.fingerprint for part in sets.parts.values()}
     assert load(other, one).fingerprint != sets.fingerprint == load(one, other).fingerprint
     assert load(one).fingerprint == load_training_data(one).fingerprint
     assert sets.summary() == "a: 2 records: 2 used, 0 left out\nb: 2 records: 2 used, 0 left out"
-    assert sets.records()["b"]["query_prompt"] == "faq: " and sets.records()["a"]["format"] == "pairs"
-    assert sets.prompts({"query": "query: ", "document": None}) == {"a": {"query": "query: "}, "b": {"query": "faq: "}}
-    assert load(one, other).prompts({"query": "query: "}) is None
+    content = load_training_data(one).fingerprint
+    assert sets.records()["a"] == {"path": str(one), "format": "pairs", "fingerprint": content}
 
 
 def test_a_positive_of_another_set_is_never_filled_in_as_a_negative(tmp_path: Path) -> None:
     rows = [{"query": "q", "positive": "p0"}, *({"query": f"q{i}", "positive": f"p{i}"} for i in range(1, 4))]
     one = put_lines(tmp_path / "a.jsonl", *rows, {"query": "x", "positive": "y", "negative": "n"})
-    other = put_lines(tmp_path / "b.jsonl", *({"query": "q", "positive": f"p{i}"} for i in (1, 2)))
-    sets = load(one, {"path": str(other), "num_hard_negatives": 0}, num_hard_negatives=1)
+    other = put_lines(tmp_path / "b.jsonl", *({"query": "q", "positive": f"p{i}", "negative": "n"} for i in (1, 2)))
+    sets = load(one, other, num_hard_negatives=1)
     seen = set()
     for epoch in range(40):
-        transform = sets.parts[0].transform
+        transform = sets.parts["a"].transform
         assert transform is not None
         transform.set_epoch(epoch)
         seen.add(sets.dataset["a"][0]["negative_1"])
@@ -104,9 +100,13 @@ def records(n: int = N) -> list[dict[str, Any]]:
     ]
 
 
-def stream(path: Path, buffer_size: int = 8, seed: int = 5, **settings: Any) -> Any:
-    settings = {"missing_negatives": "drop", **settings}
-    return load_training_data(path, streaming=True, shuffle_buffer_size=buffer_size, seed=seed, **settings)
+@pytest.fixture(autouse=True)
+def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("contaccum.data.sampling.SHUFFLE_BUFFER", 8)
+
+
+def stream(path: Path, seed: int = 5, **settings: Any) -> Any:
+    return load_training_data(path, streaming=True, seed=seed, **{"missing_negatives": "drop", **settings})
 
 
 def texts(row: dict[str, Any]) -> tuple[str, ...]:
@@ -114,11 +114,14 @@ def texts(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("settings", [{"positives": "all"}, {"num_hard_negatives": 2}, {"negatives_from": 1}])
-def test_a_pass_holds_the_rows_that_an_epoch_of_stored_data_holds(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_pass_holds_the_rows_that_an_epoch_of_stored_data_holds(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("contaccum.data.sampling.SHUFFLE_BUFFER", 1)
     path = put_lines(tmp_path / "a.jsonl", *records())
     settings = {"num_hard_negatives": 1, "missing_negatives": "drop", **settings}
     stored = load_training_data(path, **settings)
-    rows = stream(path, 1, **settings).dataset
+    rows = stream(path, **settings).dataset
     assert rows.column_names == [*stored.dataset.column_names, "label"] and stored.transform is not None
     found = list(islice(rows, 3 * len(stored.dataset)))  # in the order of the file, pass after pass
     for epoch in range(3):
@@ -127,7 +130,7 @@ def test_a_pass_holds_the_rows_that_an_epoch_of_stored_data_holds(tmp_path: Path
         assert [texts(row) for row in found[epoch * len(expected) :][: len(expected)]] == expected
 
 
-def test_rows_are_shuffled_by_buffer_and_seed_and_a_stream_goes_on_from_any_row(tmp_path: Path) -> None:
+def test_rows_are_shuffled_by_seed_and_a_stream_goes_on_from_any_row(tmp_path: Path) -> None:
     path = put_lines(tmp_path / "a.jsonl", *records())
     straight = list(islice(stream(path, num_hard_negatives=2).dataset, 4 * N))
     assert straight[:N] != list(islice(stream(path, num_hard_negatives=2, seed=6).dataset, N))
@@ -162,9 +165,8 @@ def test_bad_records_stop_a_stream_or_are_counted_in_each_pass(tmp_path: Path) -
 
 def test_one_set_is_streamed_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
     path = put_lines(tmp_path / "a.jsonl", *records())
-    sets = load_training_sets(parse_training_sets([{"path": str(path), "query_prompt": "q: "}]), streaming=True)
-    assert isinstance(sets.dataset, IterableDataset) and sets.parts[0].known_positives is None
-    assert sets.prompts({"document": "d: "}) == {"query": "q: ", "positive": "d: "}
+    sets = load_training_sets(parse_training_sets([str(path)]), streaming=True)
+    assert isinstance(sets.dataset, IterableDataset) and sets.parts["a"].known_positives is None
     with pytest.raises(ConfigError, match="streaming=true with 2 sets in train_data: one set is streamed"):
         load_training_sets(parse_training_sets([str(path), "b.jsonl"]), streaming=True)
     with pytest.raises(ConfigError, match="streaming=true cannot fill in missing negatives: set"):

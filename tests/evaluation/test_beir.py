@@ -11,7 +11,8 @@ import torch
 from beir_folders import write_beir_folder
 
 from contaccum import DualEncoder
-from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, load_beir_folder, shipped_scifact
+from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, load_beir_folder
+from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.beir import evaluate_beir, evaluation_sets, score_beir_run
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample

@@ -62,14 +62,12 @@ TWO = {"train_data": ["a", "b"]}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"shuffle_buffer_size": 9}, "shuffle_buffer_size=9 without streaming"),
         ({"streaming": True}, "streaming=true without max_steps"),
         ({**STREAM, "dataloader_num_workers": 2}, "streaming=true with .*dataloader_num_workers"),
         ({"refresh_negatives_every": 3}, "refresh_negatives_every with num_hard_negatives=0"),
         ({**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1}, "refresh_negatives_every with streaming"),
-        ({**TWO, "sampling_weights": {"c": 1}}, "sampling_weights: a training set must be one of a, b, got 'c'"),
-        ({"train_data": ["a", {"path": "b", "wieght": 2}]}, "got 'wieght'; did you mean 'weight'"),
-        ({"train_data": [{"path": "a", "weight": 2}, "b"], "sampling_weights": {"a": 1}}, "give one of them"),
+        ({**TWO, "multi_dataset_batch_sampler": "weights"}, "multi-dataset-batch-sampler: invalid choice"),
+        ({"train_data": ["a", {"path": "b", "colums": {}}]}, "got 'colums'; did you mean 'columns'"),
         ({"eval_split": "test"}, "eval_split=test without eval_data"),
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
@@ -102,10 +100,14 @@ def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(
     assert parse_columns(data.data_columns) == expected
 
 
-def test_weights_of_sets_and_metrics_become_arguments_of_the_trainer(tmp_path: Path) -> None:
-    given = {"train_data": ["a", {"path": "x/b", "weight": 2}], **EVALUATED, "metric_for_best_model": "NDCG@10"}
+def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path: Path) -> None:
+    prompts = {"a": {"query": "cat: "}, "n": {"query": "dog: "}}
+    given = {"train_data": ["a", {"path": "x/b", "name": "n"}], **EVALUATED, "metric_for_best_model": "NDCG@10"}
+    given |= {"multi_dataset_batch_sampler": "round_robin", "prompts": prompts}
     _, data, args = parse([config(tmp_path, **given, early_stopping_patience=3)])
-    assert (args.set_sampler, args.sampling_weights) == ("weights", {"b": 2})
+    assert (
+        args.multi_dataset_batch_sampler == "round_robin" and args.prompts == prompts and list(data.sets) == [*prompts]
+    )
     assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better and not data.is_one_path
 
 

@@ -13,7 +13,8 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from tiny_runs import SAVES, differing, log_of, pairs, state_of
 
-from contaccum.data import load_training_data, load_training_sets, parse_training_sets, samplings_of
+from contaccum.data import load_training_data, load_training_sets, parse_training_sets
+from contaccum.data.sampling import samplings_of
 
 SIZES = {"large": 31, "small": 9, "other": 5}
 
@@ -119,31 +120,27 @@ def test_batches_without_duplicates_resume_bit_for_bit(trainer_in: Any, tmp_path
     assert all(len(set(batch)) == len(batch) for batch in queries)
 
 
-def sets(folder: Path, *given: Any) -> Any:
+def sets(folder: Path, **given: Any) -> Any:
     paths = {name: write(folder, name, n, 10 * n) for name, n in SIZES.items()}
-    asked = given or [paths["large"], {"path": paths["small"], "num_hard_negatives": 2}, paths["other"]]
-    return load_training_sets(parse_training_sets(list(asked), {}))
+    return load_training_sets(parse_training_sets([*paths.values()], given))
 
 
-def test_a_run_on_several_sets_resumes_bit_for_bit_and_knows_their_shares(trainer_in: Any, tmp_path: Path) -> None:
-    settings = {"sampling_weights": {"small": 2}, "num_train_epochs": 2}
+@pytest.mark.parametrize(("sampler", "batches"), [("proportional", 26), ("round_robin", 12)])
+def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path, sampler: str, batches: int) -> None:
+    settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_sets": {"small": {"path": "p"}}}
     straight, seen = assert_resumes(
-        trainer_in, tmp_path, lambda: sets(tmp_path).dataset, (1, 6), data_sets={"small": {"path": "p"}}, **settings
+        trainer_in, tmp_path, lambda: sets(tmp_path, num_hard_negatives=2).dataset, (1, 3), **settings
     )
-    assert straight.set_shares.keys() == SIZES.keys() and len(seen) == 26
-    assert sum(about["share"] for about in straight.set_shares.values()) == pytest.approx(1.0)
+    assert len(seen) == batches and str(seen[: batches // 2]) != str(seen[batches // 2 :])
     assert len(samplings_of(straight.train_dataset)) == 3
     record = json.loads((tmp_path / "a" / "run.json").read_text())["data"]
-    assert [one["name"] for one in record["sets"]] == list(SIZES) and record["sets"][1]["path"] == "p"
-    assert record["sets"][1]["share"] == pytest.approx(0.5)
+    assert {one["name"]: one["rows"] for one in record["sets"]} == SIZES and record["sets"][1]["path"] == "p"
 
 
 def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
-    paths = {name: write(tmp_path, name, n, 10 * n) for name, n in SIZES.items()}
-    asked = [{"path": paths["large"], "query_prompt": "cat "}, paths["small"], {"path": paths["other"], "weight": 1}]
-    loaded = load_training_sets(parse_training_sets(asked, {}))
-    model = tiny_model(query_prompt="dog ")
-    trainer = trainer_in(tmp_path / "run", loaded.dataset, model=model, prompts=loaded.prompts(model.prompts))
+    prompts = {name: {"query": "cat " if name == "large" else "dog "} for name in SIZES}
+    model = tiny_model(query_prompt="bird ")
+    trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, model=model, prompts=prompts)
     seen = texts_of(trainer)
     trainer.train()
     first = Counter(row.split(" ")[0] for batch in seen for row in batch)
@@ -164,13 +161,13 @@ def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, ti
     trainer.train()
 
 
-def test_a_streamed_run_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_streamed_run_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("contaccum.data.sampling.SHUFFLE_BUFFER", 7)
     path = write(tmp_path, n=26)
 
     def load() -> Any:
         given = {"num_hard_negatives": 1, "missing_negatives": "drop", "streaming": True}
-        given |= {"shuffle_buffer_size": 7, "seed": 5}
-        return load_training_data(path, **given).dataset
+        return load_training_data(path, **given, seed=5).dataset
 
     # 6 updates of 3 micro-batches of 4: almost three passes over 26 rows, whose ends lie within micro-batches.
     _, seen = assert_resumes(trainer_in, tmp_path, load, (1, 5), max_steps=6)
