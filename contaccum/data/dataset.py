@@ -82,8 +82,7 @@ def load_training_data(
 
     Raises:
         ConfigError: an unknown format, or settings that cannot be used.
-        DataError: the source cannot be used, a bad record under "stop", no row is left, no record has a negative and
-            some were asked for, or the cache cannot be written.
+        DataError: a source, a record or a cache that cannot be used, no row is left, or no record has a negative.
     """
     import pyarrow.compute as pc
 
@@ -220,8 +219,7 @@ _ABOUT, _PAIRS = "about.json", "pairs.int64"
 
 
 def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, dict[str, Any]]:
-    """The records of a source in the cache, their `pairs`, and what is known about them; `datasets` lets one process
-    write them where there are none, and others wait."""
+    """The records of a source in the cache, their `pairs`, and facts; one process writes what is not there."""
     from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 

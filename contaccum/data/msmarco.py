@@ -1,8 +1,7 @@
 """MS MARCO passage ranking: a folder of collection, queries, qrels and triples of ids.
 
 Texts stay on disk and are read when their query's turn comes, so that collection and queries may not be compressed.
-Held in memory are 16 bytes for each passage and query, the judgements of the split, and 4 bytes for each triple that is
-used. Text triples, a file, are `readers`' business.
+Held in memory are 16 bytes for each passage and query, the judgements, and 4 bytes for each triple that is used.
 """
 
 from __future__ import annotations

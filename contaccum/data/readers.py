@@ -42,7 +42,6 @@ FIELDS = {
 }
 """The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too."""
 
-# By a file of theirs.
 _FOLDERS: dict[str, DataFormat] = {"corpus.jsonl": "beir", "collection.tsv": "msmarco"}
 _FOLDERS |= {"state.json": "hub", "dataset_dict.json": "hub"}  # of `save_to_disk`
 _CACHED = 3  # to be raised when the readers or the cache change, so that older files are not taken for new
@@ -76,8 +75,7 @@ def read_records(
 
     Raises:
         ConfigError: at once: an unknown format, or `columns` that cannot be used.
-        DataError: at once where the format cannot be told; while reading, where the source or, under "stop", a
-            record cannot be used, or there is none.
+        DataError: at once where the format cannot be told; while reading, where source or record cannot be used.
     """
     return Source(path, data_format, split, columns, num_negatives).records(report or RecordReport())
 

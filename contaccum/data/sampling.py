@@ -1,8 +1,7 @@
 """What an epoch takes of each record: one of its positives, h of its negatives, passages in place of missing ones.
 
-A transform for a `datasets.Dataset`, at work when rows are read; records lie in the cache once, whatever is taken of
-them. What is sampled is a function of (seed, epoch, row) alone: the same after a resume, in any worker, on any number
-of ranks, in whatever batch. The positives that a query has beside the sampled one are known by 64-bit hashes.
+A transform for a `datasets.Dataset`, at work when rows are read. What is sampled is a function of (seed, epoch, row)
+alone: the same after a resume, in any worker, on any number of ranks. Known positives go by 64-bit hashes.
 """
 
 from __future__ import annotations

@@ -68,11 +68,11 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def delimited(delimiter: str, names: dict[str, str] | None = None, end: str = "\r\n") -> str:
+def delimited(delimiter: str, end: str = "\r\n") -> str:
     text = io.StringIO()
     writer = csv.writer(text, delimiter=delimiter, lineterminator=end)
     header = list(rows()[0])
-    writer.writerow([(names or {}).get(name, name) for name in header])
+    writer.writerow(header)
     writer.writerows([row[name] for name in header] for row in rows())
     return text.getvalue()
 

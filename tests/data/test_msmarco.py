@@ -5,9 +5,9 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from data_files import RECORDS, put, put_msmarco, read, text_triples
+from data_files import RECORDS, put, put_msmarco, read
 
-from contaccum.data import Record, load_training_data, read_records, sniff_format
+from contaccum.data import Record, load_training_data, read_records
 
 
 def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path: Path) -> None:
@@ -53,13 +53,6 @@ def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path
             data.transform.set_epoch(epoch)
             seen |= {data.dataset[0][name] for name in ("negative_1", "negative_2")}
         assert seen == {f"passage {i}" for i in range(10, 10 + most)}
-
-
-def test_text_triples_are_told_from_a_table_by_their_first_line(tmp_path: Path) -> None:
-    for name in ("triples.train.small.tsv.gz", "triples.txt"):
-        path = put(tmp_path / name, text_triples())
-        assert sniff_format(path) == "msmarco"
-        assert read(path)[0] == [r._replace(negatives=r.negatives[:1]) for r in RECORDS]
 
 
 def test_the_collection_is_not_held_in_memory(tmp_path: Path) -> None:

@@ -6,20 +6,9 @@ import gzip
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from data_files import (
-    delimited,
-    dpr_records,
-    lines,
-    put,
-    put_beir,
-    put_msmarco,
-    rows,
-    tevatron_records,
-    text_triples,
-)
+from data_files import delimited, dpr_records, lines, rows, tevatron_records, text_triples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,31 +68,3 @@ def test_every_record_of_a_file_is_used_or_reported(
         name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
         (Path(folder) / name).write_bytes(data.draw(contents(FILES[data_format])))
         check(Path(folder) / name, mode, data_format if told else None)
-
-
-PARTS = {
-    put_msmarco: ["collection.tsv", "queries.train.tsv", "qrels.train.tsv", "qidpidtriples.train.full.2.tsv"],
-    put_beir: ["corpus.jsonl", "queries.jsonl", "qrels/train.tsv"],
-}
-
-
-@pytest.mark.parametrize(("put_folder", "part"), [(f, part) for f, parts in PARTS.items() for part in parts])
-@settings(max_examples=50, deadline=None)
-@given(st.data(), st.sampled_from(["stop", "skip"]))
-def test_every_line_of_a_folder_is_used_or_reported(put_folder: Any, part: str, data: st.DataObject, mode: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = put_folder(Path(name))
-        (folder / part).write_bytes(data.draw(contents((folder / part).read_bytes())))
-        check(folder, mode, None)
-
-
-CELL = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.just("text")
-VALUE = st.recursive(CELL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just("text"), inner))
-OBJECTS = st.lists(st.dictionaries(st.sampled_from(["query", "positive", "title", "negatives", "negative_1"]), VALUE))
-
-
-@FUZZ
-@given(OBJECTS.filter(bool), st.sampled_from(["stop", "skip"]))
-def test_json_of_any_shape_is_a_record_or_reported(objects: list[dict[str, object]], mode: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        check(put(Path(folder) / "a.jsonl", "".join(json.dumps(o) + "\n" for o in objects)), mode, "pairs")

@@ -49,11 +49,9 @@ def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path: Path) -> No
         ("a.jsonl", '{"text": "a"}', "missing id"),
         ("a.jsonl", '{"_id": " ", "text": "a"}', "empty id"),
         ("a.jsonl", '{"_id": "1", "text": " "}', "empty passage: '1'"),
-        ("a.jsonl", '{"_id": "1", "text": "a", "title": 3}', "title"),
         ("a.jsonl", "{", "broken JSON"),
         ("a.tsv", "1\ta\tb", "not 2 columns: found 3"),
         ("a.tsv", "1\t\ud800", "not UTF-8 text"),
-        ("a.tsv", "\ta", "empty id"),
     ],
 )
 def test_a_passage_that_cannot_be_used_is_named_or_skipped(name: str, line: str, reason: str, tmp_path: Path) -> None:
@@ -86,10 +84,8 @@ def test_every_form_gives_the_same_questions(name: str, tmp_path: Path) -> None:
         ("no answers here", "not 2 columns: found 1"),
         ("a\tPetra", "answers are not a list: found 'Petra'"),
         ("a\t__import__('os').system('true')", "answers are not a list"),
-        ("a\t{'x': 1}", "no answers"),
         ("a\t[]", "no answers"),
         ("a\t['']", "empty answer"),
-        (" \t['x']", "empty question"),
         ("a\t" + "[" * 4000, "answers are not a list"),
     ],
 )

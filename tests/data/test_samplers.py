@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from accelerate.data_loader import BatchSamplerShard, skip_first_batches
 from datasets import Dataset
-from torch.utils.data import DataLoader
 
 from contaccum.data.samplers import make_batch_sampler
 
@@ -51,17 +49,6 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(args:
     assert {len(batch) for batch in dropping} == {8} and len(list(dropping)) == len(dropping) == 25
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_take_turns_with_one_order_and_a_resumed_run_goes_on_with_it(ranks: int) -> None:
-    sampler = made(Args(), rows(256))
-    sampler.set_epoch(1)
-    order = list(sampler)
-    shards = [list(BatchSamplerShard(sampler, ranks, rank, even_batches=False)) for rank in range(ranks)]
-    assert [batch for turn in zip(*shards, strict=True) for batch in turn] == order
-    loader = skip_first_batches(DataLoader(range(256), batch_sampler=sampler), 5)  # type: ignore[arg-type]  # has a length
-    assert [batch.tolist() for batch in loader] == order[5:]
-
-
 def test_no_text_is_twice_in_a_batch_and_a_row_is_deferred_not_lost() -> None:
     dataset = rows(400, different=300)
     texts = list(zip(*(dataset[name] for name in ("query", "positive", "negative")), strict=True))
@@ -70,7 +57,3 @@ def test_no_text_is_twice_in_a_batch_and_a_row_is_deferred_not_lost() -> None:
         held = [text for row in batch for text in {*texts[row]}]
         assert len(held) == len({*held})
     assert sorted(chain(*batches)) == list(range(400))
-
-
-def test_samplers_of_the_users_own_are_left_to_sentence_transformers() -> None:
-    assert made(Args(own_batch_sampler=True), rows(8)) is made(Args(), iter(())) is None

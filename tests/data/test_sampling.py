@@ -16,15 +16,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
-from contaccum.data.sampling import (
-    EpochSampling,
-    Selection,
-    first_texts,
-    samplings_of,
-    several_positives,
-    text_ids,
-    with_row_numbers,
-)
+from contaccum.data.sampling import EpochSampling, Selection, first_texts, samplings_of, text_ids, with_row_numbers
 from contaccum.errors import ConfigError, DataError
 
 H = 2
@@ -139,16 +131,6 @@ def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp
     assert seen == passages | {"n"}
 
 
-def test_where_there_is_no_other_passage_one_comes_twice_or_the_row_is_refused(tmp_path: Path) -> None:
-    two = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "r"}]
-    data = load_training_data(put_lines(tmp_path / "a.jsonl", *two), num_hard_negatives=3)
-    assert [list(row.values()) for row in data.dataset] == [["a", "p", "n", "r", "n"], ["b", "r", "p", "p", "p"]]
-    one = [{"query": "a", "positive": "p", "negative": "n"}, {"query": "b", "positive": "p"}]
-    data = load_training_data(put_lines(tmp_path / "b.jsonl", *one), num_hard_negatives=1)
-    with pytest.raises(DataError, match="no passage that could be one"):
-        data.dataset[1]
-
-
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) -> None:
     path = put_lines(tmp_path / "a.jsonl", *records())
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
@@ -195,22 +177,6 @@ def test_rows_have_no_ids_where_no_query_has_several_positives(tmp_path: Path) -
     listed = [{"query": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}"} for i in range(5)]
     data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=1)
     assert data.known_positives is None and rows(data) == listed
-    again = load_training_data(
-        put_lines(tmp_path / "b.jsonl", *listed, listed[0], {"query": "q0", "positive": "other"})
-    )
-    assert again.known_positives is not None
-    assert again.known_positives.tolist() == sorted([ids("q0", "p0"), ids("q0", "other")])
-
-
-def test_several_positives_are_those_of_queries_with_more_than_one() -> None:
-    rng = np.random.default_rng(0)
-    pairs = rng.integers(0, 60, (200, 2))
-    found = several_positives(pairs)
-    assert found is not None
-    distinct = {tuple(pair) for pair in pairs.tolist()}
-    counts = Counter(query for query, _ in distinct)
-    assert [tuple(pair) for pair in found.tolist()] == sorted(pair for pair in distinct if counts[pair[0]] > 1)
-    assert several_positives(np.array([[1, 2], [3, 4], [1, 2]])) is None
 
 
 def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path: Path) -> None:

@@ -69,20 +69,6 @@ def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
     assert sets.records()["a"] == {"path": str(one), "format": "pairs", "fingerprint": content}
 
 
-def test_a_positive_of_another_set_is_never_filled_in_as_a_negative(tmp_path: Path) -> None:
-    rows = [{"query": "q", "positive": "p0"}, *({"query": f"q{i}", "positive": f"p{i}"} for i in range(1, 4))]
-    one = put_lines(tmp_path / "a.jsonl", *rows, {"query": "x", "positive": "y", "negative": "n"})
-    other = put_lines(tmp_path / "b.jsonl", *({"query": "q", "positive": f"p{i}", "negative": "n"} for i in (1, 2)))
-    sets = load(one, other, num_hard_negatives=1)
-    seen = set()
-    for epoch in range(40):
-        transform = sets.parts["a"].transform
-        assert transform is not None
-        transform.set_epoch(epoch)
-        seen.add(sets.dataset["a"][0]["negative_1"])
-    assert seen == {"p3", "y"}
-
-
 # Streams
 
 N = 57
