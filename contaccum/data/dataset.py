@@ -1,7 +1,7 @@
 """Training data: records of any format in a cache of Arrow files, as rows that are sampled when they are read.
 
 The cache holds each record once, with all its positives and negatives; what rows take of them is `sampling`'s affair.
-`datasets` writes the files, locks them, and maps them into memory. Data too large for the disk are streamed.
+`datasets` writes the files, locks them, and maps them into memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict, IterableDataset
+    from datasets import Dataset, DatasetDict
 
 _TRIPLES = 30  # of an MS MARCO query that are sampled from unless said otherwise: published are hundreds
 
@@ -39,20 +39,19 @@ class TrainingData:
 
     # Rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label", ids for the loss,
     # where queries have several positives.
-    dataset: Dataset | IterableDataset
+    dataset: Dataset
     path: str
     data_format: DataFormat
-    report: RecordReport  # what became of every record; of a stream, in the pass that is being read
-    # sha256, in hex, of the texts in order and of all that is sampled from; of a stream, of its files' names and times.
-    fingerprint: str
-    transform: Any = None  # what makes the rows; None of a stream
-    pairs: Any = None  # int64 (n, 2), hashes of query and positive for every pair, mapped; None of a stream
+    report: RecordReport  # what became of every record
+    fingerprint: str  # sha256, in hex, of the texts in order and of all that is sampled from
+    transform: EpochSampling  # what makes the rows
+    pairs: np.ndarray  # int64 (n, 2), hashes of query and positive for every pair, mapped
 
     @property
     def known_positives(self) -> np.ndarray | None:
         """int64 (r, 2), hashes of query and positive for every pair of the queries that have several positives, in one
-        record or in many; None: there are none, or nobody knows, of a stream."""
-        return None if self.transform is None else self.transform.known_positives
+        record or in many; None: there are none."""
+        return self.transform.known_positives
 
 
 def load_training_data(
@@ -66,8 +65,6 @@ def load_training_data(
     negatives_from: int | None = None,
     missing_negatives: MissingNegatives = "fill",
     negatives_to_come: bool = False,
-    streaming: bool = False,
-    seed: int = 0,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
 
@@ -77,8 +74,6 @@ def load_training_data(
         path, data_format, split, columns, on_bad_record: see `read_records`.
         num_hard_negatives, positives, negatives_from, missing_negatives: see `Selection`.
         negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
-        streaming: store nothing, and read the files anew in each pass; an endless `datasets.IterableDataset`.
-        seed: what order and samples of a stream depend on.
 
     Raises:
         ConfigError: an unknown format, or settings that cannot be used.
@@ -88,15 +83,11 @@ def load_training_data(
 
     h, report = num_hard_negatives, RecordReport(on_bad_record)
     selection = Selection(h, positives, negatives_from, missing_negatives)
-    source = Source(path, data_format, split, columns, streaming=streaming)
+    source = Source(path, data_format, split, columns)
     if source.data_format == "msmarco":
         source.num_negatives = (negatives_from or max(_TRIPLES, h)) if h else 0
     if positives is None:
         selection = replace(selection, positives="all" if source.data_format in JUDGED else "draw")
-    if streaming:
-        content = source.key("stream", on_bad_record, *astuple(selection))
-        rows = sampling.stream_rows(source, selection, report, seed)
-        return TrainingData(rows, str(path), source.data_format, report, content)
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
     # By the offsets of the lists: no text is read.
@@ -141,7 +132,7 @@ class TrainingSets:
     fingerprint: str  # sha256, in hex, of those of all in order
 
     @property
-    def dataset(self) -> Dataset | DatasetDict | IterableDataset:
+    def dataset(self) -> Dataset | DatasetDict:
         """The rows, of several by the names of the sets."""
         from datasets import DatasetDict
 
@@ -165,10 +156,8 @@ def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> 
     of all: what any set calls a positive of a query is no negative of it in another.
 
     Raises:
-        ConfigError, DataError: as `load_training_data`; several sets as a stream.
+        ConfigError, DataError: as `load_training_data`.
     """
-    if len(sets) > 1 and common.get("streaming"):
-        raise ConfigError(f"streaming=true with {len(sets)} sets in train_data: one set is streamed, put them together")
     parts = {name: load_training_data(**{**common, **how}) for name, how in sets.items()}
     if len(parts) > 1:
         known = several_positives(np.concatenate([part.pairs for part in parts.values()]))

@@ -81,10 +81,7 @@ def read_records(
 
 
 class Source:
-    """A file, folder or data set of a known format; arguments, and what is raised at once, as of `read_records`.
-
-    `streaming`: do not store a dataset of the hub on disk, but fetch it as it is read.
-    """
+    """A file, folder or data set of a known format; arguments, and what is raised at once, as of `read_records`."""
 
     def __init__(
         self,
@@ -93,12 +90,11 @@ class Source:
         split: str = "train",
         columns: Mapping[str, str] | None = None,
         num_negatives: int | None = None,
-        streaming: bool = False,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
         self.path, self.split, self.columns = Path(path), split, parse_columns(columns)
         self.data_format = data_format or sniff_format(path, self.columns)
-        self.num_negatives, self.streaming = num_negatives, streaming
+        self.num_negatives = num_negatives
         if self.columns and self.data_format in JUDGED:
             raise ConfigError(f"data_columns is set, but data_format={self.data_format} has no fields: {path}")
 
@@ -131,7 +127,7 @@ class Source:
                 return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
             if not self.path.is_dir():
                 name, _, config = source.partition(":")
-                return datasets.load_dataset(name, config or None, split=self.split, streaming=self.streaming)
+                return datasets.load_dataset(name, config or None, split=self.split)
             found = datasets.load_from_disk(source)
             return found[self.split] if isinstance(found, dict) else found
         except Exception as error:  # the hub's, the network's, the builders' and Arrow's own have no common ancestor
@@ -144,7 +140,7 @@ class Source:
         files = [self.path]
         if self.path.is_dir():
             files = sorted(path for path in self.path.rglob("*") if path.is_file())
-        elif self.data_format == "hub" and not self.streaming:
+        elif self.data_format == "hub":
             # What datasets has fetched: other files when it changes on the hub.
             files = [Path(file["filename"]) for file in self._dataset().cache_files]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]

@@ -11,17 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from contaccum.data.readers import Source
-from contaccum.data.records import RecordReport
 from contaccum.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 PositivesUsed = Literal["draw", "first", "all"]
 MissingNegatives = Literal["fill", "drop"]
@@ -30,7 +27,6 @@ MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
 
 LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns that sentence-transformers takes for no text
 TOO_FEW = "too few hard negatives"
-SHUFFLE_BUFFER = 10_000  # rows of a stream of which a random one is next
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
 
 
@@ -222,43 +218,6 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
     for batch in dataset.with_format(None).iter(batch_size):
         texts = samplings[0].first_texts(batch["query"]) if samplings else batch
         yield {name: values for name, values in texts.items() if name not in LABELS}
-
-
-# Streams --------------------------------------------------------------------------------------------------------------
-
-
-def stream_rows(source: Source, selection: Selection, report: RecordReport, seed: int) -> IterableDataset:
-    """Rows {"query", "positive", "negative_1", ..., "label"} of a source, pass after pass without end; `report` is of
-    the pass that is being read. Raises `ConfigError` where negatives are to be filled in: other rows are not known."""
-    from datasets import Features, IterableDataset, List, Value
-
-    h = selection.num_hard_negatives
-    if h and selection.missing_negatives == "fill":
-        raise ConfigError("streaming=true cannot fill in missing negatives: set missing_negatives to drop")
-    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
-
-    def generate() -> Iterator[dict[str, Any]]:
-        for epoch in count():
-            report.restore(vars(RecordReport()))
-            number = 0
-            for record in source.records(report):
-                for which in range(len(record.positives) if selection.positives == "all" else 1):
-                    rng = row_generator(seed, epoch, number)
-                    positive, texts = selection.sample(rng, record.positives, record.negatives, which)
-                    if len(texts) < h:
-                        report.leave_out(source.path, TOO_FEW)
-                        break
-                    # To the loss, a listed negative that is another positive of its record is the one that was taken.
-                    same = [positive if text in record.positives else text for text in texts]
-                    row = dict(zip(names, [record.query, positive, *texts], strict=True))
-                    yield {**row, "label": text_ids([record.query, positive, *same]).tolist()}
-                    number += 1
-            report.refuse_if_nothing_left(source.path, number, "training pairs")
-
-    features = Features({**dict.fromkeys(names, Value("string")), "label": List(Value("int64"))})
-    # Its own fingerprint: datasets would hash all that the generator can reach.
-    rows = IterableDataset.from_generator(generate, features)
-    return rows.shuffle(seed & (2**63 - 1), buffer_size=SHUFFLE_BUFFER)
 
 
 # Ids and known positives ---------------------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ class DataArguments:
     positives: str | None = option(None, "Of several: draw one in each epoch, the first, or all.", POSITIVES_USED)
     negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
     missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
-    streaming: bool = option(False, "Read the files anew in each pass, and store nothing. Needs max_steps.")
     on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
     eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
     eval_split: str = option("dev", "Of eval_data: which judgements.")
@@ -129,21 +128,12 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
 def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
     _ = data.sets  # checks them, and what all have in common
-    refreshes, planned = args.refresh_negatives_every is not None, name_of(args.batch_sampler) != "batch_sampler"
-    conflicts = args.finds_micro_batch or args.dataloader_num_workers or planned
-    evaluates = name_of(args.eval_strategy) != "no"
+    refreshes, evaluates = args.refresh_negatives_every is not None, name_of(args.eval_strategy) != "no"
     refuse(
         {
             "refresh_negatives_every with num_hard_negatives=0: set it": refreshes and not data.num_hard_negatives,
-            "refresh_negatives_every with streaming=true or several sets in train_data: it mines in one set": (
-                refreshes and (data.streaming or not data.is_one_path)
-            ),
-            "streaming=true without max_steps: a stream has no end by which to count epochs": (
-                data.streaming and args.max_steps <= 0
-            ),
-            "streaming=true with batch_sampler, dataloader_num_workers or per_device_train_batch_size=auto": (
-                data.streaming and conflicts
-            ),
+            "refresh_negatives_every with several sets in train_data: it mines in one": refreshes
+            and not data.is_one_path,
             f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
                 (data.eval_data is not None) != evaluates
             ),
@@ -188,13 +178,8 @@ def _as_text(value: Any) -> str:
 
 def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
     """The training data that the arguments name."""
-    return load_training_sets(
-        data.sets,
-        on_bad_record=data.on_bad_record,
-        negatives_to_come=args.refresh_negatives_every is not None,
-        streaming=data.streaming,
-        seed=args.order_seed,
-    )
+    to_come = args.refresh_negatives_every is not None
+    return load_training_sets(data.sets, on_bad_record=data.on_bad_record, negatives_to_come=to_come)
 
 
 def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -> MiningData | None:

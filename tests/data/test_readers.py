@@ -161,7 +161,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(
         return Dataset.from_list(rows())
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    assert read(source)[0] == RECORDS and calls == [(name, config, {"split": "train", "streaming": False})]
+    assert read(source)[0] == RECORDS and calls == [(name, config, {"split": "train"})]
     assert load_training_data(source, num_hard_negatives=1).data_format == "hub"
 
     def refuse(*given: Any, **options: Any) -> Any:

@@ -55,17 +55,14 @@ def test_mistakes_are_one_line(text: str, arguments: list[str], message: str, tm
 
 
 EVALUATED = {"eval_data": "e", "eval_strategy": "steps", "eval_steps": 2}
-STREAM = {"streaming": True, "max_steps": 3}
 TWO = {"train_data": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"streaming": True}, "streaming=true without max_steps"),
-        ({**STREAM, "dataloader_num_workers": 2}, "streaming=true with .*dataloader_num_workers"),
         ({"refresh_negatives_every": 3}, "refresh_negatives_every with num_hard_negatives=0"),
-        ({**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1}, "refresh_negatives_every with streaming"),
+        ({**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1}, "refresh_negatives_every with several"),
         ({**TWO, "multi_dataset_batch_sampler": "weights"}, "multi-dataset-batch-sampler: invalid choice"),
         ({"train_data": ["a", {"path": "b", "colums": {}}]}, "got 'colums'; did you mean 'columns'"),
         ({"eval_split": "test"}, "eval_split=test without eval_data"),

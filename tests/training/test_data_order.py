@@ -1,4 +1,4 @@
-"""Sampled rows, several sets, streams and planned batches in the trainer: a function of seed and epoch alone."""
+"""Sampled rows, several sets and planned batches in the trainer: a function of seed and epoch alone."""
 
 from __future__ import annotations
 
@@ -159,17 +159,3 @@ def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, ti
     }
     assert trainer.args.router_mapping["two"] == {"positive": "query", "text": "document"}
     trainer.train()
-
-
-def test_a_streamed_run_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("contaccum.data.sampling.SHUFFLE_BUFFER", 7)
-    path = write(tmp_path, n=26)
-
-    def load() -> Any:
-        given = {"num_hard_negatives": 1, "missing_negatives": "drop", "streaming": True}
-        return load_training_data(path, **given, seed=5).dataset
-
-    # 6 updates of 3 micro-batches of 4: almost three passes over 26 rows, whose ends lie within micro-batches.
-    _, seen = assert_resumes(trainer_in, tmp_path, load, (1, 5), max_steps=6)
-    assert len(seen) == 18 and all(len(batch) == 4 for batch in seen)
-    assert [line["epoch"] for line in log_of(tmp_path / "b5")] == [1.0]
