@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,11 +233,11 @@ def _fetch(name: str, folder: Path) -> None:
                     found.update(block)
                     file.write(block)
         except OSError as error:  # urllib's are OSErrors too
-            instead = f"unzip it yourself and name the folder; SciFact comes along: {shipped_scifact()}"
-            raise DataError(one_line(f"{name}: could not be downloaded from {url}: {error} ({instead})")) from error
+            raise DataError(one_line(f"{name}: not downloaded from {url}: {error} (unzip it yourself)")) from error
         if found.hexdigest() != ARCHIVE_MD5[name]:
             raise DataError(f"{name}: what came from {url} has not the MD5 checksum {ARCHIVE_MD5[name]} (try again)")
-        shutil.unpack_archive(archive, part)  # which leaves out names that point out of the folder
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(part)  # names that point out of the folder end up inside
         archive.unlink()
         for path in (part / name).iterdir():
             path.rename(part / path.name)
