@@ -156,7 +156,7 @@ def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places: Path, t
     command = [sys.executable, "-m", "torch.distributed.run", *line.replace("node 8", "node 2").split()]
     done = subprocess.run([*command, str(tmp_path / "config.yaml")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for said in ("updates of 8 pairs, in 1 micro-batches of 4 on 2 device(s)", "saved ", "24 "):
+    for said in ("saved ", "24 "):
         assert sum(said in printed for printed in done.stdout.splitlines()) == 1, said
     updates = [json.loads(x)["update"] for x in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
     assert updates == [1, 2, 3]

@@ -126,7 +126,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "tevatron": lambda folder: put(folder / "tevatron.jsonl", lines(tevatron_records())),
     "msmarco": lambda folder: put_msmarco(folder / "msmarco"),
     "pairs": lambda folder: put(folder / "pairs.jsonl", lines(rows())),
-    "csv": lambda folder: put(folder / "table.csv", delimited(",")),
+    "csv": lambda folder: put(folder / "table.csv", delimited(";")),
     "parquet": lambda folder: put_parquet(folder / "table.parquet"),
     "hub": lambda folder: put_saved(folder / "saved"),
 }

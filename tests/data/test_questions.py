@@ -46,7 +46,6 @@ def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path: Path) -> No
     ("name", "line", "reason"),
     [
         ("a.jsonl", '{"_id": "1"}', "missing text"),
-        ("a.jsonl", '{"text": "a"}', "missing id"),
         ("a.jsonl", '{"_id": " ", "text": "a"}', "empty id"),
         ("a.jsonl", '{"_id": "1", "text": " "}', "empty passage: '1'"),
         ("a.jsonl", "{", "broken JSON"),
@@ -82,9 +81,7 @@ def test_every_form_gives_the_same_questions(name: str, tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("no answers here", "not 2 columns: found 1"),
-        ("a\tPetra", "answers are not a list: found 'Petra'"),
         ("a\t__import__('os').system('true')", "answers are not a list"),
-        ("a\t[]", "no answers"),
         ("a\t['']", "empty answer"),
         ("a\t" + "[" * 4000, "answers are not a list"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_files import RECORDS, WRITERS, delimited, dpr_records, lines, put, put_parquet, put_saved, read, rows
+from data_files import RECORDS, WRITERS, dpr_records, lines, put, put_parquet, put_saved, read, rows
 
 from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
 from contaccum.data.readers import FIELDS
@@ -110,12 +110,6 @@ def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path: Path
 
 
 # Tables
-
-
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_the_delimiter_is_told_from_the_header(tmp_path: Path, delimiter: str) -> None:
-    path = put(tmp_path / "a.data.gz", delimited(delimiter))
-    assert sniff_format(path) == "csv" and read(path)[0] == RECORDS
 
 
 def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_the_start(tmp_path: Path) -> None:
