@@ -24,7 +24,7 @@ def evaluate_beir(
     """Encode a corpus and its queries, search, and score.
 
     Args:
-        model: a SentenceTransformer, or an object with `encode_queries` and `encode_corpus` as BEIR calls them.
+        model: a SentenceTransformer.
         k_values: cut-offs of the metrics; as many documents as the greatest are retrieved.
         settings: those of :func:`search` and :func:`plan_search`.
 
@@ -88,6 +88,7 @@ def search(
     k: int,
     show_progress: bool = True,
     model_name: str | None = None,
+    similarity: Literal["cos", "dot"] | None = None,
     **settings: Any,
 ) -> tuple[Run, dict[str, Any]]:
     """The k best documents of every query, and what a result says of model, tokenisation, search, timing and precision.
@@ -95,17 +96,15 @@ def search(
     Args:
         corpus: {document id: {"title", "text"}}.
         model_name: what the result calls the model.
-        settings: those of :func:`plan_search`, which is called first.
+        similarity, settings: those of :func:`plan_search`, which is called first.
     """
     from contaccum.retrieval.searcher import FaissSearcher
 
-    about = plan_search(model, len(corpus), k, **settings)
-    settings.pop("similarity", None)
+    about = plan_search(model, len(corpus), k, similarity=similarity, **settings)
     searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
-    run = searcher.search(corpus, queries, k, about["model"]["similarity"])
-    found: Any = searcher.last_index
-    about["model"] |= {"name": model_name, "dimension": found.corpus.shape[1]}
-    about["search"] |= {"gpus": found.gpus, **({"recall": searcher.recall} if searcher.recall else {})}
+    run = searcher.search(corpus, queries, k, similarity)
+    about["model"]["name"] = model_name
+    about["search"] |= searcher.found
     return run, {**about, "timing": searcher.timing}
 
 
@@ -136,11 +135,10 @@ def plan_search(
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
     metric = metric_of(model, similarity)
-    dimension = getattr(model, "get_embedding_dimension", lambda: None)()
-    if dimension is not None:  # a model of BEIR's kind says nothing before it has encoded
-        _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
+    dimension = model.get_embedding_dimension()
+    _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
-        "model": {"fingerprint": model_fingerprint(model), "similarity": metric},
+        "model": {"fingerprint": model_fingerprint(model), "similarity": metric, "dimension": dimension},
         "tokenisation": tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
         "precision": precision,
