@@ -165,26 +165,21 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
     Raises:
         ConfigError: two sets of one label.
     """
-    found = [pair for item in given for pair in _spelled_out(item)]
-    labels = [label for _, label in found]
-    sets = []
-    for data, label in found:
-        if labels.count(label) > 1:
-            raise ConfigError(f"--data: two sets are called {label}; evaluate them apart")
-        path = output.with_suffix(f".{label.replace('/', '-')}.json") if len(found) > 1 else output
-        sets.append(EvaluationSet(data, label, path))
-    return sets
-
-
-def _spelled_out(given: str) -> list[tuple[str, str]]:
-    """(folder or public name, label) of each set that one item of ``--data`` stands for."""
-    folder = os.path.expanduser(given)
-    if given == "beir" and not is_beir_folder(folder):
-        return [pair for name in PUBLIC_NAMES for pair in _spelled_out(name)]
-    labels = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-    parts = [os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS]
-    if all(map(is_beir_folder, parts)):
-        return list(zip(parts, labels, strict=True))
-    if given == "cqadupstack":
-        return list(zip(labels, labels, strict=True))
-    return [(given, os.path.basename(os.path.abspath(folder)))]  # "." has a name too
+    if "beir" in given and not is_beir_folder("beir"):
+        given = [name for item in given for name in (PUBLIC_NAMES if item == "beir" else [item])]
+    found: dict[str, str] = {}  # {label: folder or public name}
+    for item in given:
+        folder = os.path.expanduser(item)
+        parts = {f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS}
+        sets = {os.path.basename(os.path.abspath(folder)): item}  # "." has a name too
+        if all(map(is_beir_folder, parts.values())):
+            sets = parts
+        elif item == "cqadupstack":
+            sets = {label: label for label in parts}
+        if again := sets.keys() & found:
+            raise ConfigError(f"--data: two sets are called {min(again)}; evaluate them apart")
+        found |= sets
+    if len(found) == 1:
+        return [EvaluationSet(item, label, output) for label, item in found.items()]
+    names = {label: f".{label.replace('/', '-')}.json" for label in found}
+    return [EvaluationSet(item, label, output.with_suffix(names[label])) for label, item in found.items()]
