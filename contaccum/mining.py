@@ -238,7 +238,6 @@ class MinedNegatives:
         return {
             "data": self.data.record,
             "settings": self.settings,
-            "queries": len(found),
             "queries_with_too_few": int((~found.all(axis=1)).sum()),
             "mean_positive_score": float(np.concatenate(self.positive_scores).mean()),
             "mean_negative_score": float(self.scores[found].mean()),

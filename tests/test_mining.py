@@ -271,7 +271,7 @@ def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(model
     pairs, report = write_mined(found, tmp_path / "pairs.jsonl")
     assert [len(line["negatives"]) for line in lines_of(pairs)] == [1, 1, 1, 2]
     record = json.loads(report.read_text())
-    assert (record["queries"], record["queries_with_too_few"]) == (2, 1)
+    assert (record["data"]["queries"], record["queries_with_too_few"]) == (2, 1)
     assert [line["query"] for line in lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])] == ["q2"]
     with pytest.raises(DataError, match="no query has 4 negatives"):
         write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -80,14 +80,17 @@ def encode_texts(
         ConfigError: an unknown dtype.
         UserError: the model gives NaN or infinity; the text is named.
     """
+    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
     if not len(texts):
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
     unique = list(dict.fromkeys(texts))
     encode = model.encode_query if kind == "query" else model.encode_document
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
+    # "float32" is what is in force already: a trainer's own autocast stays.
+    autocast = nullcontext() if precision == "float32" else torch.autocast(model.device.type, getattr(torch, precision))
     was_training = model.training
     try:
-        with _autocast(model.device.type, precision):
+        with autocast:
             embeddings = np.asarray(encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32)
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
@@ -100,12 +103,6 @@ def encode_texts(
         return embeddings
     place = {text: row for row, text in enumerate(unique)}
     return embeddings[[place[text] for text in texts]]
-
-
-def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
-    """Autocast to a type, or, for float32, what is in force already: a trainer's own autocast stays."""
-    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
-    return nullcontext() if precision == "float32" else torch.autocast(device, getattr(torch, precision))
 
 
 # What identifies them ------------------------------------------------------------------------------------------------
