@@ -14,7 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,7 +238,6 @@ class MinedNegatives:
         return {
             "data": self.data.record,
             "settings": self.settings,
-            "queries": len(found),
             "queries_with_too_few": int((~found.all(axis=1)).sum()),
             "mean_positive_score": float(np.concatenate(self.positive_scores).mean()),
             "mean_negative_score": float(self.scores[found].mean()),
@@ -390,8 +389,8 @@ def write_mined(
         DataError: nothing is left to write.
     """
     path = check_output(path, output_format)
-    queries = range(len(mined.rows))
-    lines = [json.dumps(line, ensure_ascii=False) for q in queries for line in _lines_of(mined, q, output_format)]
+    found = chain.from_iterable(_lines_of(mined, query, output_format) for query in range(len(mined.rows)))
+    lines = [json.dumps(line, ensure_ascii=False) for line in found]
     if not lines:
         raise DataError(f"{path}: no query has {mined.rows.shape[1]} negatives (lower num_negatives)")
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n" if output_format == "dpr" else (f"{line}\n" for line in lines))
@@ -420,15 +419,14 @@ def check_output(path: AnyPath, output_format: str) -> Path:
 def _lines_of(mined: MinedNegatives, query: int, output_format: str) -> Iterator[dict[str, Any]]:
     """What is written of one query: a line for each of its pairs, or one for all of its known positives."""
     data, text = mined.data, mined.data.queries[query]
+    there = mined.rows[query] >= 0
+    positives = data.positives[query], mined.positive_scores[query].tolist()
+    negatives = mined.rows[query][there].tolist(), mined.scores[query][there].tolist()
 
-    def scored(rows: Iterable[int], scores: np.ndarray) -> list[tuple[Passage, float]]:
-        return [(data.documents[row], score) for row, score in zip(rows, scores.tolist(), strict=True) if row >= 0]
+    def records(found: tuple[list[int], list[float]], name: str) -> list[dict[str, Any]]:
+        scored = [(data.documents[row], score) for row, score in zip(*found, strict=True)]
+        return [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in scored]
 
-    def records(passages: list[tuple[Passage, float]], name: str) -> list[dict[str, Any]]:
-        return [{name: p.id, "title": p.title, "text": p.text, "score": score} for p, score in passages]
-
-    positives = scored(data.positives[query], mined.positive_scores[query])
-    negatives = scored(mined.rows[query], mined.scores[query])
     if output_format == "dpr":
         contexts = {"positive_ctxs": records(positives, "passage_id"), "negative_ctxs": []}
         yield {"question": text, "answers": [], **contexts, "hard_negative_ctxs": records(negatives, "passage_id")}
@@ -436,11 +434,11 @@ def _lines_of(mined: MinedNegatives, query: int, output_format: str) -> Iterator
         line = {"query_id": data.query_ids[query], "query": text, "positive_passages": records(positives, "docid")}
         yield {**line, "negative_passages": records(negatives, "docid")}
     else:
-        texts, scores = [passage.passage for passage, _ in negatives], [score for _, score in negatives]
-        for positive, score in positives[: data.pair_counts[query]]:
-            line = {"query": text, "positive": positive.passage}
+        texts, scores = [data.documents[row].passage for row in negatives[0]], negatives[1]
+        for row, score in islice(zip(*positives, strict=True), data.pair_counts[query]):
+            line = {"query": text, "positive": data.documents[row].passage}
             if output_format == "pairs":
                 yield line | {"negatives": texts, "positive_score": score, "negative_scores": scores}
-            elif len(texts) == mined.rows.shape[1]:
+            elif there.all():
                 columns = {f"negative_{number}": negative for number, negative in enumerate(texts, 1)}
                 yield line | columns | {"scores": [score, *scores]}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,17 +43,24 @@ def made_up(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 class Stub:
     """A model that hands out embeddings, and says when the first block of documents was had."""
 
+    device, training = SimpleNamespace(type="cpu"), False
+
     def __init__(self, documents: Any, queries: Any) -> None:
         self.documents, self.queries, self.place, self.began = documents, queries, 0, (0.0, 0.0)
 
-    def encode_queries(self, texts: Any, **settings: Any) -> Any:
+    def train(self, mode: bool) -> None:
+        pass
+
+    def encode_query(self, texts: Any, **settings: Any) -> Any:
         return self.queries
 
-    def encode_corpus(self, texts: Any, **settings: Any) -> Any:
+    def encode_document(self, texts: Any, **settings: Any) -> Any:
         if not self.place:
             self.began = time.perf_counter(), time.process_time()
         self.place += len(texts)
         return self.documents[self.place - len(texts) : self.place]
+
+    encode_queries, encode_corpus = encode_query, encode_document  # as BEIR calls them
 
 
 def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
@@ -62,9 +70,9 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
     import torch
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    text = {"title": "", "text": ""}  # one for all: beir sorts by length, and so leaves the order
-    corpus = {f"d{row}": text for row in range(len(documents))}
-    asked = dict.fromkeys([f"q{row}" for row in range(len(queries))], "")
+    # Of one length: beir sorts by length, and so leaves the order.
+    corpus = {f"d{row}": {"title": "", "text": f"{row:09}"} for row in range(len(documents))}
+    asked = {f"q{row}": f"{row:09}" for row in range(len(queries))}
     turns = []
     for turn in range(args.repeats):
         model = Stub(documents, queries)

@@ -44,7 +44,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     mined = mining.mine_hard_negatives(data, model, **search, **rules)
     written = mining.write_mined(mined, args.output, args.output_format, record)
     counts = mined.record()
-    few = f"{counts['queries_with_too_few']} of {counts['queries']} queries"
+    few = f"{counts['queries_with_too_few']} of {data.record['queries']} queries"
     print(f"{few} have fewer than {args.num_negatives} negatives")
     print("written:", *written)
     return 0

@@ -24,7 +24,7 @@ def evaluate_beir(
     """Encode a corpus and its queries, search, and score.
 
     Args:
-        model: a SentenceTransformer, or an object with `encode_queries` and `encode_corpus` as BEIR calls them.
+        model: a SentenceTransformer.
         k_values: cut-offs of the metrics; as many documents as the greatest are retrieved.
         settings: those of :func:`search` and :func:`plan_search`.
 
@@ -88,6 +88,7 @@ def search(
     k: int,
     show_progress: bool = True,
     model_name: str | None = None,
+    similarity: Literal["cos", "dot"] | None = None,
     **settings: Any,
 ) -> tuple[Run, dict[str, Any]]:
     """The k best documents of every query, and what a result says of model, tokenisation, search, timing and precision.
@@ -95,17 +96,15 @@ def search(
     Args:
         corpus: {document id: {"title", "text"}}.
         model_name: what the result calls the model.
-        settings: those of :func:`plan_search`, which is called first.
+        similarity, settings: those of :func:`plan_search`, which is called first.
     """
     from contaccum.retrieval.searcher import FaissSearcher
 
-    about = plan_search(model, len(corpus), k, **settings)
-    settings.pop("similarity", None)
+    about = plan_search(model, len(corpus), k, similarity=similarity, **settings)
     searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
-    run = searcher.search(corpus, queries, k, about["model"]["similarity"])
-    found: Any = searcher.last_index
-    about["model"] |= {"name": model_name, "dimension": found.corpus.shape[1]}
-    about["search"] |= {"gpus": found.gpus, **({"recall": searcher.recall} if searcher.recall else {})}
+    run = searcher.search(corpus, queries, k, similarity)
+    about["model"]["name"] = model_name
+    about["search"] |= searcher.found
     return run, {**about, "timing": searcher.timing}
 
 
@@ -136,11 +135,10 @@ def plan_search(
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
     metric = metric_of(model, similarity)
-    dimension = getattr(model, "get_embedding_dimension", lambda: None)()
-    if dimension is not None:  # a model of BEIR's kind says nothing before it has encoded
-        _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
+    dimension = model.get_embedding_dimension()
+    _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
-        "model": {"fingerprint": model_fingerprint(model), "similarity": metric},
+        "model": {"fingerprint": model_fingerprint(model), "similarity": metric, "dimension": dimension},
         "tokenisation": tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
         "precision": precision,
@@ -167,26 +165,21 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
     Raises:
         ConfigError: two sets of one label.
     """
-    found = [pair for item in given for pair in _spelled_out(item)]
-    labels = [label for _, label in found]
-    sets = []
-    for data, label in found:
-        if labels.count(label) > 1:
-            raise ConfigError(f"--data: two sets are called {label}; evaluate them apart")
-        path = output.with_suffix(f".{label.replace('/', '-')}.json") if len(found) > 1 else output
-        sets.append(EvaluationSet(data, label, path))
-    return sets
-
-
-def _spelled_out(given: str) -> list[tuple[str, str]]:
-    """(folder or public name, label) of each set that one item of ``--data`` stands for."""
-    folder = os.path.expanduser(given)
-    if given == "beir" and not is_beir_folder(folder):
-        return [pair for name in PUBLIC_NAMES for pair in _spelled_out(name)]
-    labels = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-    parts = [os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS]
-    if all(map(is_beir_folder, parts)):
-        return list(zip(parts, labels, strict=True))
-    if given == "cqadupstack":
-        return list(zip(labels, labels, strict=True))
-    return [(given, os.path.basename(os.path.abspath(folder)))]  # "." has a name too
+    if "beir" in given and not is_beir_folder("beir"):
+        given = [name for item in given for name in (PUBLIC_NAMES if item == "beir" else [item])]
+    found: dict[str, str] = {}  # {label: folder or public name}
+    for item in given:
+        folder = os.path.expanduser(item)
+        parts = {f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS}
+        sets = {os.path.basename(os.path.abspath(folder)): item}  # "." has a name too
+        if all(map(is_beir_folder, parts.values())):
+            sets = parts
+        elif item == "cqadupstack":
+            sets = {label: label for label in parts}
+        if again := sets.keys() & found:
+            raise ConfigError(f"--data: two sets are called {min(again)}; evaluate them apart")
+        found |= sets
+    if len(found) == 1:
+        return [EvaluationSet(item, label, output) for label, item in found.items()]
+    names = {label: f".{label.replace('/', '-')}.json" for label in found}
+    return [EvaluationSet(item, label, output.with_suffix(names[label])) for label, item in found.items()]

@@ -11,6 +11,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -62,8 +63,7 @@ def score_open_qa(
         best = enumerate(trec_order(run.get(name, {}))[: max(k_values)], start=1)
         rank = next((place for place, (passage, _) in best if found(passages[passage].text)), float("inf"))
         per_query[name] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}
-    names = [f"Accuracy@{k}" for k in k_values]
-    means = {name: fmean(scores[name] for scores in per_query.values()) for name in names}
+    means = {f"Accuracy@{k}": fmean(scores[f"Accuracy@{k}"] for scores in per_query.values()) for k in k_values}
     data = {"questions": len(questions.texts), "questions_fingerprint": questions.fingerprint, "match": match}
     return EvaluationResult(means, per_query, run, data, **about)
 
@@ -98,15 +98,11 @@ def answer_finder(answers: Sequence[str], match: Match = "string") -> Callable[[
     if match == "string":
         wanted = [tokens for answer in answers if (tokens := _tokens(answer)).strip()]
         return lambda text: any(tokens in _tokens(text) for tokens in wanted)
-    patterns = [pattern for answer in answers if (pattern := _compiled(answer)) is not None]
+    patterns = []
+    for answer in answers:
+        with suppress(re.error, OverflowError, RecursionError):
+            patterns.append(re.compile(unicodedata.normalize("NFD", answer), re.IGNORECASE | re.MULTILINE))
     return lambda text: any(pattern.search(unicodedata.normalize("NFD", text)) for pattern in patterns)
-
-
-def _compiled(answer: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(unicodedata.normalize("NFD", answer), re.IGNORECASE | re.MULTILINE)
-    except (re.error, OverflowError, RecursionError):
-        return None
 
 
 # Questions share passages, and each has its answers looked up one after another.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from contaccum.data import Passage, RecordReport, load_questions, passage_text, read_passages
+from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import beir_file
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
@@ -80,14 +80,17 @@ def encode_texts(
         ConfigError: an unknown dtype.
         UserError: the model gives NaN or infinity; the text is named.
     """
+    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
     if not len(texts):
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
     unique = list(dict.fromkeys(texts))
     encode = model.encode_query if kind == "query" else model.encode_document
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
+    # "float32" is what is in force already: a trainer's own autocast stays.
+    autocast = nullcontext() if precision == "float32" else torch.autocast(model.device.type, getattr(torch, precision))
     was_training = model.training
     try:
-        with _autocast(model.device.type, precision):
+        with autocast:
             embeddings = np.asarray(encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32)
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
@@ -100,41 +103,6 @@ def encode_texts(
         return embeddings
     place = {text: row for row, text in enumerate(unique)}
     return embeddings[[place[text] for text in texts]]
-
-
-def encode_queries(model: Any, queries: Sequence[str], **settings: Any) -> np.ndarray:
-    """Queries to float32 (k, d), with a SentenceTransformer or with any model that BEIR takes (`encode_queries`).
-
-    Args:
-        settings: `batch_size`, `precision` and `show_progress` of `encode_texts`.
-    """
-    if hasattr(model, "encode_query"):
-        return encode_texts(model, queries, "query", **settings)
-    return _encode_as_beir(model.encode_queries, queries, **settings)
-
-
-def encode_corpus(model: Any, documents: Sequence[Mapping[str, str]], **settings: Any) -> np.ndarray:
-    """Documents {"title", "text"} to float32 (k, d); see `encode_queries`."""
-    if hasattr(model, "encode_document"):
-        texts = [passage_text(document.get("title") or "", document["text"]) for document in documents]
-        return encode_texts(model, texts, "document", **settings)
-    return _encode_as_beir(model.encode_corpus, documents, **settings)
-
-
-def _encode_as_beir(
-    encode: Any, items: Any, batch_size: int = 32, precision: str = "float32", show_progress: bool = False
-) -> np.ndarray:
-    with _autocast("cuda" if torch.cuda.is_available() else "cpu", precision):
-        found = encode(items, batch_size=batch_size, show_progress_bar=show_progress, convert_to_tensor=True)
-    # Some answer with a list of tensors all the same.
-    found = torch.stack(list(found)) if isinstance(found, (list, tuple)) else torch.as_tensor(found)
-    return found.detach().float().cpu().numpy()
-
-
-def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
-    """Autocast to a type, or, for float32, what is in force already: a trainer's own autocast stays."""
-    check_choice("precision", precision, ("float32", "bfloat16", "float16"))
-    return nullcontext() if precision == "float32" else torch.autocast(device, getattr(torch, precision))
 
 
 # What identifies them ------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from contaccum.data import passage_text
 from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.encode import encode_corpus, encode_queries, metric_of
-from contaccum.retrieval.index import DenseIndex, build_index, recall_against_exact, search
+from contaccum.retrieval.encode import encode_texts, metric_of
+from contaccum.retrieval.index import build_index, recall_against_exact, search
 
 Run = dict[str, dict[str, float]]
 
@@ -23,15 +24,13 @@ class FaissSearcher:
     """Encodes a corpus and queries with one model and searches them with FAISS.
 
     Args:
-        model: a SentenceTransformer (see `encode_texts`), or any object with `encode_queries` and `encode_corpus` as
-            BEIR calls them. It stays on the device it is on.
+        model: a SentenceTransformer, which stays on the device it is on.
         index, index_parameters: see `build_index`; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
         batch_size, precision: see `encode_texts`.
 
     Attributes:
         timing: of the last search, seconds per stage.
-        last_index: what was searched.
-        recall: of an approximate index, what `recall_against_exact` says; else None.
+        found: of the last search, `gpus`, and of an approximate index `recall` (see `recall_against_exact`).
     """
 
     def __init__(
@@ -46,8 +45,7 @@ class FaissSearcher:
         self.model, self.index, self.index_parameters = model, index, index_parameters
         self.encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress_bar}
         self.timing: dict[str, float] = {}
-        self.last_index: DenseIndex | None = None
-        self.recall: dict[str, Any] | None = None
+        self.found: dict[str, Any] = {}
 
     def search(
         self,
@@ -69,15 +67,15 @@ class FaissSearcher:
         metric = metric_of(self.model, score_function)
         if not corpus:
             raise DataError("the corpus has no documents to search")
-        self.timing, self.recall = {}, None
-        embedded = self._timed("encode_queries", encode_queries, self.model, list(queries.values()), **self.encoding)
-        documents = self._timed("encode_corpus", encode_corpus, self.model, list(corpus.values()), **self.encoding)
+        self.timing = {}
+        passages = [passage_text(document.get("title") or "", document["text"]) for document in corpus.values()]
+        asked = self._timed("encode_queries", encode_texts, self.model, [*queries.values()], "query", **self.encoding)
+        documents = self._timed("encode_corpus", encode_texts, self.model, passages, "document", **self.encoding)
         settings = (self.index, metric, list(corpus), self.index_parameters)
-        index = self.last_index = self._timed("index", build_index, documents, *settings)
-        if not queries:
-            return {}
-        scores, rows = self._timed("search", search, index, embedded, top_k + 1)
-        self.recall = recall_against_exact(index, embedded, rows[:, :top_k])
+        index = self._timed("index", build_index, documents, *settings)
+        scores, rows = self._timed("search", search, index, asked, top_k + 1)
+        recall = recall_against_exact(index, asked, rows[:, :top_k])
+        self.found = {"gpus": index.gpus, **({"recall": recall} if recall else {})}
         run: Run = {}
         for query, line_scores, line_rows in zip(queries, scores, rows, strict=True):
             found = line_rows[line_rows >= 0]  # rows that are not there come last

@@ -178,6 +178,8 @@ class StoreWriter:
             DataError: the store has shards of another corpus, or there is no passage.
             UserError: no room.
         """
+        import pyarrow as pa
+
         passages, corpus, rows, size = iter(passages), files.Fingerprint(), 0, self.about["shard_size"]
         other = DataError(f"{self.folder}: holds embeddings of another corpus ({_MEND})")
         while block := list(islice(passages, size)):
@@ -190,8 +192,16 @@ class StoreWriter:
                 raise other
             rows += len(block)
             if shard is None and number % ranks == rank:
-                texts = [f"{title} {text}".strip() for _, title, text in block]
-                self._write_shard(number, [passage[0] for passage in block], encode(texts), corpus.hex())
+                embeddings = encode([f"{title} {text}".strip() for _, title, text in block])
+                stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
+                ids = pa.record_batch([pa.array([passage[0] for passage in block], pa.string())], names=["id"])
+                with files.atomic_folder(_shard_folder(self.folder, number)) as part:
+                    np.save(part / _EMBEDDINGS, stored, allow_pickle=False)
+                    with pa.ipc.new_file(str(part / _IDS), ids.schema) as writer:
+                        writer.write_batch(ids)
+                    sizes = {path.name: path.stat().st_size for path in part.iterdir()}
+                    shard = {"rows": len(block), "dimension": stored.shape[1], "fingerprint": corpus.hex()}
+                    files.write_json(part / _SHARD, {**shard, "bytes": sizes})
         if not rows:
             raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
 
@@ -204,19 +214,6 @@ class StoreWriter:
         about["corpus"] = {**about.get("corpus", {}), "fingerprint": corpus.hex()}
         files.write_json(self.folder / ABOUT, about)
         return True
-
-    def _write_shard(self, number: int, ids: Sequence[str], embeddings: np.ndarray, fingerprint: str) -> None:
-        import pyarrow as pa
-
-        stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
-        with files.atomic_folder(_shard_folder(self.folder, number)) as part:
-            np.save(part / _EMBEDDINGS, stored, allow_pickle=False)
-            batch = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
-            with pa.ipc.new_file(str(part / _IDS), batch.schema) as writer:
-                writer.write_batch(batch)
-            sizes = {path.name: path.stat().st_size for path in part.iterdir()}
-            about = {"rows": len(ids), "dimension": stored.shape[1], "fingerprint": fingerprint, "bytes": sizes}
-            files.write_json(part / _SHARD, about)
 
 
 def check_folder(folder: Path) -> dict[str, Any] | None:

@@ -12,8 +12,6 @@ from contaccum import DualEncoder
 from contaccum.encoders import set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import (
-    encode_corpus,
-    encode_queries,
     encode_texts,
     metric_of,
     model_fingerprint,
@@ -68,18 +66,6 @@ def test_settings_out_of_range_are_refused(model):
     assert metric_of(model, "cos_sim") == "cos"
     with pytest.raises(ConfigError, match="got 'manhattan'"):
         metric_of(model)
-
-
-def test_models_that_only_know_beir_are_encoded_as_beir_does():
-    class Lengths:
-        def encode_queries(self, queries, batch_size, **kwargs):
-            return torch.tensor([[float(len(text))] for text in queries])
-
-        def encode_corpus(self, corpus, batch_size, **kwargs):
-            return [torch.tensor([float(len(document["text"]))]) for document in corpus]
-
-    assert encode_queries(Lengths(), ["ab", "c"]).tolist() == [[2.0], [1.0]]
-    assert encode_corpus(Lengths(), [{"title": "x", "text": "abc"}]).tolist() == [[3.0]]
 
 
 def test_weights_and_tokenisation_identify_a_model_saved_or_not(model, tmp_path):
