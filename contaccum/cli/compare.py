@@ -10,7 +10,7 @@ from pathlib import Path
 
 from contaccum.cli.options import PRECISIONS, Parser, positive
 from contaccum.errors import ConfigError
-from contaccum.files import git_commit, package_versions, redact_record, write_json, write_text
+from contaccum.files import git_commit, package_versions, redact, write_json, write_text
 
 
 def run(argv: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.report.page import comparison_panels, read_comparison, save_png
 
     options = read_options(files, rest)
-    if redact_record([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
+    if redact([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
         raise ConfigError("a credential among the options, which are written down: put it into the environment")
     plan = make_plan(options, asked.methods, asked.variant, asked.grid, asked.seeds, asked.baseline)
     evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-    report = redact_record(build_report(plan, read_results(jobs), failed, about))
+    report = redact(build_report(plan, read_results(jobs), failed, about))
     write_json(output / "report.json", report)
     write_text(output / "report.md", markdown(report))
     save_png(comparison_panels(read_comparison(output / "report.json")), output / "report.png")

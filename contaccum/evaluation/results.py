@@ -20,7 +20,7 @@ from typing import Any, Literal
 from contaccum.data.records import Fault, RecordReport, quoted, read_lines, take
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import trec_order
-from contaccum.files import git_commit, package_versions, read_json, redact, redact_record, write_text
+from contaccum.files import git_commit, package_versions, read_json, redact, write_text
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
@@ -70,7 +70,7 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     tag = re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name) or "contaccum"
     write_text(run_path, trec_lines(result.run.items(), tag))
     # Scores by query are as large as the data and hold nothing but ids: they are not searched for credentials.
-    record = {key: value if key == "per_query" else redact_record(value) for key, value in result.record().items()}
+    record = {key: value if key == "per_query" else redact(value) for key, value in result.record().items()}
     write_text(path, [json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False), "\n"])
     return path, run_path
 

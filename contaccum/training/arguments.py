@@ -18,7 +18,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.files import redact_record
+from contaccum.files import redact
 from contaccum.info_nce import BankedInfoNCE
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
@@ -183,7 +183,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         if n is not None:  # as it was given, so that the same arguments can be made of it
             found["gradient_accumulation_steps"] = self.per_device_train_batch_size // n
             found["per_device_train_batch_size"] = n
-        return redact_record(found)
+        return redact(found)
 
     @property
     def keeps_bank(self) -> bool:

@@ -218,7 +218,7 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
     """The encoder to train: a SentenceTransformer as it is, or a backbone with pooling; raises `UserError`."""
-    from contaccum.encoders import DualEncoder, freeze_word_embeddings, set_attention, set_dropout
+    from contaccum.encoders import DualEncoder, configure
 
     if _is_sentence_transformer(arguments.model):
         model = _load_sentence_transformer(arguments, device)
@@ -226,12 +226,7 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
         elsewhere = ("model", "dropout", "freeze_word_embeddings", "attn_implementation")
         given = {name: value for name, value in asdict(arguments).items() if name not in elsewhere}
         model = DualEncoder.from_backbone(arguments.model, device=device, **given)
-    if arguments.dropout is not None:
-        set_dropout(model, arguments.dropout)
-    if arguments.freeze_word_embeddings:
-        freeze_word_embeddings(model)
-    if arguments.attn_implementation is not None:
-        set_attention(model, arguments.attn_implementation)
+    configure(model, arguments.dropout, arguments.freeze_word_embeddings, arguments.attn_implementation)
     return model
 
 
