@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
 
     from contaccum.comparison.plan import make_plan, read_options
     from contaccum.comparison.report import build_report, markdown
-    from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs, unfinished
+    from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs
     from contaccum.report.page import comparison_panels, read_comparison, save_png
 
     options = read_options(files, rest)
@@ -31,8 +31,9 @@ def run(argv: Sequence[str]) -> int:
     sets = about_sets(evaluation)
     output = asked.output_dir
     jobs = make_jobs(plan, evaluation, sets, output / "runs")
-    todo = unfinished(jobs)
-    print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
+    done = read_results(jobs)
+    todo = [job for job in jobs if job["name"] not in done]
+    print(f"{len(done)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
     failed = run_jobs(todo, asked.jobs, partial(print, flush=True))
 
     about = {

@@ -66,7 +66,7 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: P
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
     entries = ("contaccum", "published")
-    assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for m in ("8", "16") for e in entries]
+    assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for e in entries for m in ("8", "16")]
     assert {row["baseline_group"] for row in rows} == {"grad_accum"}  # one run for both cells
     for row in rows:
         mine, theirs = (
