@@ -186,7 +186,12 @@ def run_jobs(
                 folder.mkdir(parents=True)
                 write_json(folder / "job.json", job)
                 with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
-                    given: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err, "env": {**os.environ, **threads}}
+                    given: Any = {
+                        "stdin": subprocess.PIPE,
+                        "stdout": out,
+                        "stderr": err,
+                        "env": {**os.environ, **threads},
+                    }
                     running.append((job, subprocess.Popen([*command, str(folder / "job.json")], **given)))
             time.sleep(0.1)
             for job, process in [pair for pair in running if pair[1].poll() is not None]:
