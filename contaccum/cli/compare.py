@@ -15,8 +15,31 @@ from contaccum.files import git_commit, package_versions, redact_record, write_j
 
 def run(argv: Sequence[str]) -> int:
     """``contaccum compare``; returns 0, or 1 when a run failed. Raises `UserError` before anything is trained."""
+    parser = Parser(
+        "compare",
+        "Train methods and settings side by side with the same data, budget and initial weights, and report which is "
+        "better and whether that can be told from chance. Every other --key is one of `contaccum train`'s.",
+        usage="contaccum compare [CONFIG.yaml ...] --eval_data DIR ... [OPTIONS] [--key value ...]",
+    )
+    add = parser.add_argument
+    methods = ["grad_accum", "grad_cache", "contaccum", "pre_batch"]
+    add("--methods", nargs="*", default=methods, metavar="METHOD", help=f"default: {' '.join(methods)}")
+    named = "a method by another name, with settings of its own: published method=contaccum drift_compensation=none"
+    add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]", help=named)
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
+    add("--grid", nargs="+", default=[], metavar="key=v,v", help="settings to cross with everything else")
+    add("--baseline", metavar="NAME", help="what the others are compared with; default: grad_accum, or else the first")
+    add("--eval_data", nargs="+", default=[], metavar="DIR", help="BEIR folders, or names of public sets")
+    add("--eval_split", default="test")
+    add("--eval_updates", type=positive, metavar="N", help="score the first set before training and every N updates")
+    add("--eval_queries", type=positive, metavar="N", help="a fixed sample of the queries")
+    add("--eval_corpus", type=positive, metavar="N", help="a fixed sample of the corpus; relevant ones are in it")
+    add("--eval_precision", choices=PRECISIONS, default="float32", help="of the final scores")
+    add("--eval_batch_size", type=positive, default=32, metavar="N")
+    add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
+    add("--output_dir", type=Path, default=Path("runs/compare"))
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
-    asked, rest = _parser().parse_known_args(argv[len(files) :])
+    asked, rest = parser.parse_known_args(argv[len(files) :])
 
     from contaccum.comparison.plan import make_plan, read_options
     from contaccum.comparison.report import build_report, markdown
@@ -53,30 +76,3 @@ def run(argv: Sequence[str]) -> int:
     for name, why in failed.items():
         print(f"failed: {name}: {why}")
     return 1 if failed else 0
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "compare",
-        "Train methods and settings side by side with the same data, budget and initial weights, and report which is "
-        "better and whether that can be told from chance. Every other --key is one of `contaccum train`'s.",
-        usage="contaccum compare [CONFIG.yaml ...] --eval_data DIR ... [OPTIONS] [--key value ...]",
-    )
-    add = parser.add_argument
-    methods = ["grad_accum", "grad_cache", "contaccum", "pre_batch"]
-    add("--methods", nargs="*", default=methods, metavar="METHOD", help=f"default: {' '.join(methods)}")
-    named = "a method by another name, with settings of its own: published method=contaccum drift_compensation=none"
-    add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]", help=named)
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    add("--grid", nargs="+", default=[], metavar="key=v,v", help="settings to cross with everything else")
-    add("--baseline", metavar="NAME", help="what the others are compared with; default: grad_accum, or else the first")
-    add("--eval_data", nargs="+", default=[], metavar="DIR", help="BEIR folders, or names of public sets")
-    add("--eval_split", default="test")
-    add("--eval_updates", type=positive, metavar="N", help="score the first set before training and every N updates")
-    add("--eval_queries", type=positive, metavar="N", help="a fixed sample of the queries")
-    add("--eval_corpus", type=positive, metavar="N", help="a fixed sample of the corpus; relevant ones are in it")
-    add("--eval_precision", choices=PRECISIONS, default="float32", help="of the final scores")
-    add("--eval_batch_size", type=positive, default=32, metavar="N")
-    add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
-    add("--output_dir", type=Path, default=Path("runs/compare"))
-    return parser
