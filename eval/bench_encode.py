@@ -26,8 +26,6 @@ from contaccum.retrieval.encode import encode_texts, encoding_identity, read_tex
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 from contaccum.training.updates import peak_memory_mb
 
-_WINDOW = 4096  # as the command has it
-
 
 def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each per turn, how many times as fast ours is (median), and how far apart the embeddings are."""
@@ -46,7 +44,7 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
         for turn in range(args.repeats):
             store = Path(name, f"store-{turn}")
             started = time.perf_counter()
-            writer = StoreWriter(store, encoding_identity(model, "document", "float32", "float32", _WINDOW))
+            writer = StoreWriter(store, encoding_identity(model, "document", "float32", "float32", 4096))
             writer.fill(
                 read_texts(corpus, "document", RecordReport()),
                 lambda some: encode_texts(model, some, "document", args.batch_size),

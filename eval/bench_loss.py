@@ -23,7 +23,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = ("1024x384", "4096x384", "8192x768")
-_FILL = 64  # pairs at once to fill a bank with
 
 
 def main() -> int:
@@ -66,12 +65,9 @@ def compare(size: str, drift: str, trees: dict[str, Path], args: argparse.Namesp
             environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
             settings = ["--drift_compensation", drift, *(["--no_ids"] if args.no_ids else [])]
             settings += ["--local", str(args.local), "--repeats", str(args.repeats), "--measure", size]
-            answer = subprocess.run(
-                [sys.executable, __file__, *settings], env=environment, capture_output=True, text=True, check=True
-            )
-            found[name].append(json.loads(answer.stdout.strip().splitlines()[-1]))
-    record: dict[str, Any] = {"size": size, "local": args.local, "ids": not args.no_ids}
-    record["drift_compensation"] = drift
+            answer = subprocess.check_output([sys.executable, __file__, *settings], env=environment, text=True)
+            found[name].append(json.loads(answer.strip().splitlines()[-1]))
+    record: dict[str, Any] = {"size": size, "local": args.local, "ids": not args.no_ids, "drift_compensation": drift}
     for name, runs in found.items():
         record[name] = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
     if "against" in found:
@@ -104,8 +100,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         step(args.local)  # what is loaded on first use is nobody's memory
     before = _memory_mb(reset=True)
     loss_fn = BankedInfoNCE(m, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0])
-    for _ in range(-(-m // _FILL)):
-        step(_FILL)
+    for _ in range(-(-m // 64)):
+        step(64)
     loss_fn.end_update()
     _memory_mb(reset=True)
     times = [step(args.local) for _ in range(args.repeats + 3)][3:]
@@ -128,7 +124,7 @@ def _processor() -> str:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
 
 
 if __name__ == "__main__":

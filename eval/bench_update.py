@@ -25,7 +25,7 @@ import torch
 
 from contaccum.encoders import DualEncoder, set_dropout
 from contaccum.files import git_commit, package_versions, write_json
-from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.arguments import BANK_METHODS, METHODS, ContAccumTrainingArguments
 from contaccum.training.methods import make_loss
 from contaccum.training.updates import forget_peak_memory, peak_memory_mb
 
@@ -34,8 +34,6 @@ BACKBONES = {  # layers, hidden size, heads, feed-forward size
     "minilm": (6, 384, 12, 1536),
     "tiny": (2, 32, 2, 64),
 }
-METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
-BANK_METHODS = ("contaccum", "pre_batch")
 Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
 
 
@@ -111,10 +109,8 @@ class Update:
         """One update."""
         kind, dtype = torch.device(self.options.device).type, getattr(torch, self.options.precision)
         for _ in range(self.micro_steps):
-            columns = [
-                self.features(self.options.query_length, "query"),
-                self.features(self.options.passage_length, "document"),
-            ]
+            lengths = {"query": self.options.query_length, "document": self.options.passage_length}
+            columns = [self.features(length, task) for task, length in lengths.items()]
             with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
                 loss = self.loss(columns, None)
             (loss / self.micro_steps).backward()

@@ -28,15 +28,8 @@ def files(tmp_path):
     """The address of CuratedTREC, as if on DPR's server: 60 passages, 20 training questions, 12 test questions."""
     context = [{"title": a, "text": b} for a, b in zip(sentences(60, 1, 2), sentences(60, 2, 9), strict=True)]
     rows = [f"{n}\t{one['text']}\t{one['title']}\n" for n, one in enumerate(context, start=1)]
-    train = [
-        {
-            "question": q,
-            "positive_ctxs": [context[i]],
-            "negative_ctxs": [],
-            "hard_negative_ctxs": context[i + 1 : i + 3],
-        }
-        for i, q in enumerate(sentences(20, 3))
-    ]
+    of = {"negative_ctxs": [], "hard_negative_ctxs": context[30:32]}
+    train = [{"question": q, "positive_ctxs": [context[i]], **of} for i, q in enumerate(sentences(20, 3))]
     questions = zip(sentences(12, 4), WORDS, strict=False)
     server = tmp_path / "server"
     for name, content in {

@@ -15,6 +15,7 @@ from transformers import AutoModel
 from contaccum.data import load_beir_folder, load_training_data
 
 ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("eval", "scripts") for path in (ROOT / folder).glob("*.py"))
 
 
 @pytest.fixture
@@ -25,6 +26,13 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
     return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_shows_its_options(run_script: Any, script: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_script(script, "--help")
+    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
 def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path: Path, capsys: Any) -> None:

@@ -15,46 +15,6 @@ from contaccum.files import git_commit, package_versions, redact, write_json, wr
 
 def run(argv: Sequence[str]) -> int:
     """``contaccum compare``; returns 0, or 1 when a run failed. Raises `UserError` before anything is trained."""
-    files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
-    asked, rest = _parser().parse_known_args(argv[len(files) :])
-
-    from contaccum.comparison.plan import make_plan, read_options
-    from contaccum.comparison.report import build_report, markdown
-    from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs, unfinished
-    from contaccum.report.page import comparison_panels, read_comparison, save_png
-
-    options = read_options(files, rest)
-    if redact([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
-        raise ConfigError("a credential among the options, which are written down: put it into the environment")
-    plan = make_plan(options, asked.methods, asked.variant, asked.grid, asked.seeds, asked.baseline)
-    evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
-    sets = about_sets(evaluation)
-    output = asked.output_dir
-    jobs = make_jobs(plan, evaluation, sets, output / "runs")
-    todo = unfinished(jobs)
-    print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
-    failed = run_jobs(todo, asked.jobs, partial(print, flush=True))
-
-    about = {
-        "command": shlex.join(["contaccum", "compare", *argv]),
-        "settings": {"options": {key: " ".join(x) for key, x in options.items()}, "evaluation": evaluation},
-        "data": {"evaluation": sets, "train": sorted({job["identity"]["train_data"] for job in jobs})},
-        "versions": package_versions(),
-        "git_commit": git_commit(),
-    }
-    report = redact(build_report(plan, read_results(jobs), failed, about))
-    write_json(output / "report.json", report)
-    write_text(output / "report.md", markdown(report))
-    save_png(comparison_panels(read_comparison(output / "report.json")), output / "report.png")
-    print(f"written: {output / 'report.md'}, report.json and report.png beside it")
-    for line in report["warnings"]:
-        print(f"take care: {line}")
-    for name, why in failed.items():
-        print(f"failed: {name}: {why}")
-    return 1 if failed else 0
-
-
-def _parser() -> Parser:
     parser = Parser(
         "compare",
         "Train methods and settings side by side with the same data, budget and initial weights, and report which is "
@@ -78,4 +38,41 @@ def _parser() -> Parser:
     add("--eval_batch_size", type=positive, default=32, metavar="N")
     add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
     add("--output_dir", type=Path, default=Path("runs/compare"))
-    return parser
+    files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
+    asked, rest = parser.parse_known_args(argv[len(files) :])
+
+    from contaccum.comparison.plan import make_plan, read_options
+    from contaccum.comparison.report import build_report, markdown
+    from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs
+    from contaccum.report.page import comparison_panels, read_comparison, save_png
+
+    options = read_options(files, rest)
+    if redact([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
+        raise ConfigError("a credential among the options, which are written down: put it into the environment")
+    plan = make_plan(options, asked.methods, asked.variant, asked.grid, asked.seeds, asked.baseline)
+    evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
+    sets = about_sets(evaluation)
+    output = asked.output_dir
+    jobs = make_jobs(plan, evaluation, sets, output / "runs")
+    done = read_results(jobs)
+    todo = [job for job in jobs if job["name"] not in done]
+    print(f"{len(done)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
+    failed = run_jobs(todo, asked.jobs, partial(print, flush=True))
+
+    about = {
+        "command": shlex.join(["contaccum", "compare", *argv]),
+        "settings": {"options": {key: " ".join(x) for key, x in options.items()}, "evaluation": evaluation},
+        "data": {"evaluation": sets, "train": sorted({job["identity"]["train_data"] for job in jobs})},
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+    }
+    report = redact(build_report(plan, read_results(jobs), failed, about))
+    write_json(output / "report.json", report)
+    write_text(output / "report.md", markdown(report))
+    save_png(comparison_panels(read_comparison(output / "report.json")), output / "report.png")
+    print(f"written: {output / 'report.md'}, report.json and report.png beside it")
+    for line in report["warnings"]:
+        print(f"take care: {line}")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
+    return 1 if failed else 0

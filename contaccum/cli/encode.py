@@ -19,7 +19,17 @@ from contaccum.cli.options import MODEL, Parser, load_model, positive
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model or the folder."""
-    args = _parse(argv)
+    what = "Encode a corpus of any size into a memory-mapped store of embeddings."
+    parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
+    add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
+    add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
+    add("--dtype", choices=("float32", "float16"), default="float32", help="of the store")
+    add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
+    add("--overwrite", action="store_true", help="start anew where another store lies")
+    args = parser.parse(argv)
     from tqdm.auto import tqdm
 
     from contaccum.data import RecordReport
@@ -68,17 +78,3 @@ def _processes(args: argparse.Namespace) -> Any:
     state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
     args.device = args.device or str(state.device)
     return state
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    what = "Encode a corpus of any size into a memory-mapped store of embeddings."
-    parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder, or a name on the model hub")
-    forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
-    add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
-    add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
-    add("--dtype", choices=("float32", "float16"), default="float32", help="of the store")
-    add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
-    add("--overwrite", action="store_true", help="start anew where another store lies")
-    return parser.parse(argv)

@@ -17,7 +17,21 @@ def run(argv: Sequence[str] | None = None) -> int:
     from contaccum.data import parse_columns
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
-    args = _parser(mining).parse(argv)
+    what = "Find hard negatives for training data: passages that score high and are not known to be relevant."
+    parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub; none for --method bm25")
+    add("--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md")
+    add("--corpus", metavar="PATH", help="mine in these passages instead of the data's own; see contaccum encode")
+    add("--data_format", help="default: sniffed")
+    add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
+    add("--split", default="train", help="the qrels split of a BEIR folder")
+    add("--output_format", choices=mining.OUTPUT_FORMATS, default="pairs")
+    add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder")
+    add("--method", choices=("dense", "bm25"), default="dense")
+    for rule in fields(mining.SelectionRules):
+        add(f"--{rule.name}", default=rule.default, **rule.metadata)
+    args = parser.parse(argv)
     if (args.model is None) != (args.method == "bm25"):
         raise ConfigError("method dense needs a MODEL, and bm25 uses none: leave it out")
     given = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
@@ -48,21 +62,3 @@ def run(argv: Sequence[str] | None = None) -> int:
     print(f"{few} have fewer than {args.num_negatives} negatives")
     print("written:", *written)
     return 0
-
-
-def _parser(mining: Any) -> Parser:
-    what = "Find hard negatives for training data: passages that score high and are not known to be relevant."
-    parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
-    add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub; none for --method bm25")
-    add("--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md")
-    add("--corpus", metavar="PATH", help="mine in these passages instead of the data's own; see contaccum encode")
-    add("--data_format", help="default: sniffed")
-    add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
-    add("--split", default="train", help="the qrels split of a BEIR folder")
-    add("--output_format", choices=mining.OUTPUT_FORMATS, default="pairs")
-    add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder")
-    add("--method", choices=("dense", "bm25"), default="dense")
-    for rule in fields(mining.SelectionRules):
-        add(f"--{rule.name}", default=rule.default, **rule.metadata)
-    return parser

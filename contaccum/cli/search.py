@@ -19,7 +19,23 @@ from contaccum.files import git_commit, package_versions, require_writable, writ
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model, the store or the index."""
-    args = _parse(argv)
+    what = "Search a store that contaccum encode wrote, and write a run in TREC's format."
+    parser = Parser("search", what, "index", "index_parameters", "similarity", *MODEL)
+    parser.set_defaults(passage_max_length=None)
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="that wrote the store; none where --queries is a store too")
+    add("--store", type=Path, required=True, metavar="FOLDER", help="documents that contaccum encode wrote")
+    forms = "jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries"
+    add("--queries", type=Path, required=True, metavar="PATH", help=forms)
+    add("--split", help="of a BEIR folder the queries that this split judges, not all")
+    add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help="and RUN.json beside it")
+    add("--top_k", type=positive, default=100, metavar="K", help="documents per query")
+    add("--index_file", type=Path, metavar="PATH", help="map this index; where there is none, build it and write it")
+    args = parser.parse(argv)
+    if args.output.suffix != ".trec":
+        raise ConfigError(f"{args.output}: the output is a run in TREC's format; end its name in .trec")
+    if args.index_file and args.index == "Flat":
+        raise ConfigError("--index Flat searches the store itself: leave --index_file out, or name another --index")
     from contaccum.evaluation.results import trec_lines
     from contaccum.retrieval import index as faiss_index
     from contaccum.retrieval.store import EmbeddingStore
@@ -86,24 +102,3 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     check(model_fingerprint(model), "query")
     settings = (args.batch_size, args.precision, not args.no_progress)
     return list(texts), encode_texts(model, list(texts.values()), "query", *settings)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    what = "Search a store that contaccum encode wrote, and write a run in TREC's format."
-    parser = Parser("search", what, "index", "index_parameters", "similarity", *MODEL)
-    parser.set_defaults(passage_max_length=None)
-    add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="that wrote the store; none where --queries is a store too")
-    add("--store", type=Path, required=True, metavar="FOLDER", help="documents that contaccum encode wrote")
-    forms = "jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries"
-    add("--queries", type=Path, required=True, metavar="PATH", help=forms)
-    add("--split", help="of a BEIR folder the queries that this split judges, not all")
-    add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help="and RUN.json beside it")
-    add("--top_k", type=positive, default=100, metavar="K", help="documents per query")
-    add("--index_file", type=Path, metavar="PATH", help="map this index; where there is none, build it and write it")
-    args = parser.parse(argv)
-    if args.output.suffix != ".trec":
-        raise ConfigError(f"{args.output}: the output is a run in TREC's format; end its name in .trec")
-    if args.index_file and args.index == "Flat":
-        raise ConfigError("--index Flat searches the store itself: leave --index_file out, or name another --index")
-    return args

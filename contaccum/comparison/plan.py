@@ -59,8 +59,8 @@ class Plan(NamedTuple):
 
     Attributes:
         groups: by name, in the order of the report.
-        cells: for each cell of the grid, entry -> name of its group there: of the baseline, and of all but the variants
-            that set another of the grid's values themselves.
+        pairs: (group, the baseline's group in its cell of the grid) -> the labels of its row. What only the baseline
+            has is in brackets: it tells rows apart, but is no setting of theirs.
     """
 
     entries: Sequence[Entry]
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     seeds: Sequence[int]
     baseline: str
     groups: Mapping[str, Group]
-    cells: Sequence[Mapping[str, str]]
+    pairs: Mapping[tuple[str, str], Mapping[str, str]]
 
 
 def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
@@ -102,27 +102,28 @@ def make_plan(
     for key, texts in values.items():
         if not all(texts):
             raise ConfigError(f"--grid {key}: write key=value,value")
-    for key in itertools.chain(options, values, *(entry.overrides for entry in entries)):
+    for key in itertools.chain(options, values, *(entry.overrides for entry in entries.values())):
         if key in _SET_BY_COMPARE:
             mend = "use --methods, --seeds, --eval_updates and --output_dir"
             raise ConfigError(f"{key}: a comparison sets it for each of its runs; {mend}")
-    names = [entry.name for entry in entries]
-    baseline = baseline or ("grad_accum" if "grad_accum" in names else names[0])
-    check_choice("--baseline", baseline, names)
-    grid_cells = [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
+    baseline = baseline or ("grad_accum" if "grad_accum" in entries else next(iter(entries)))
+    check_choice("--baseline", baseline, entries)
     groups: dict[str, Group] = {}
-    cells: list[dict[str, str]] = [{} for _ in grid_cells]
-    for entry in entries:
-        for cell, members in zip(grid_cells, cells, strict=True):
-            labels = _labels(entry, cell, values)
-            if entry.name == baseline or labels.items() <= cell.items():
-                group = _group(entry, labels, options)
-                groups[group.name] = group
-                members[entry.name] = group.name
-    return Plan(entries, values, list(dict.fromkeys(seeds)), baseline, groups, cells)
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    cells = [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
+    for entry, cell in itertools.product(entries.values(), cells):
+        labels, theirs = (_labels(one, cell, values) for one in (entry, entries[baseline]))
+        if entry.name != baseline:
+            if not labels.items() <= cell.items():
+                continue  # a variant that sets another of the grid's values itself
+            pair = _name(entry.name, labels), _name(baseline, theirs)
+            pairs[pair] = {**{key: f"({value})" for key, value in theirs.items()}, **labels}
+        name = _name(entry.name, labels)
+        groups[name] = groups.get(name) or _group(name, entry, labels, options)
+    return Plan(list(entries.values()), values, list(dict.fromkeys(seeds)), baseline, groups, pairs)
 
 
-def _entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[Entry]:
+def _entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> dict[str, Entry]:
     """The methods, then the variants."""
     entries = {method: Entry(method, method, {}) for method in methods}
     for name, *pairs in variants:
@@ -134,7 +135,7 @@ def _entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> list[
         check_choice(f"{entry.name}: method", entry.method, METHODS)
     if not entries:
         raise ConfigError("nothing to compare: give --methods, or a --variant")
-    return list(entries.values())
+    return entries
 
 
 def as_tokens(options: Options) -> list[str]:
@@ -174,10 +175,12 @@ def _labels(entry: Entry, cell: Mapping[str, str], grid: Options) -> dict[str, s
     return labels
 
 
-def _group(entry: Entry, labels: dict[str, str], options: Options) -> Group:
-    # What a folder may not be called is quoted.
-    words = [entry.name, *(f"{key}-{value}" for key, value in labels.items())]
-    name = "_".join(quote(word, safe="+") for word in words)
+def _name(entry: str, labels: Mapping[str, str]) -> str:
+    """Of a group; what a folder may not be called is quoted."""
+    return "_".join(quote(word, safe="+") for word in (entry, *(f"{key}-{value}" for key, value in labels.items())))
+
+
+def _group(name: str, entry: Entry, labels: dict[str, str], options: Options) -> Group:
     chosen = {key: list(values) for key, values in options.items() if _applies(key, entry.method)}
     chosen |= {key: [value] for key, value in {**labels, **entry.overrides, "method": entry.method}.items()}
     chosen |= {"save_strategy": ["no"], "disable_tqdm": ["true"]}

@@ -35,7 +35,6 @@ COST: dict[str, tuple[str, Any, str]] = {
 }
 
 Results = Mapping[str, Mapping[str, Any]]  # name of the run -> its result.json
-Pairs = Mapping[tuple[str, str], Mapping[str, str]]  # (group, its baseline's group) -> the row's labels
 
 
 def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +45,6 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         failed: name of the run -> why.
         about: command, settings, data, versions, commit; taken over as it is.
     """
-    pairs = _pairs(plan)
     left_out = ("evaluations", "identity")
     return {
         **about,
@@ -54,25 +52,12 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         "seeds": list(plan.seeds),
         "grid": {key: list(values) for key, values in plan.grid.items()},
         "entries": [entry._asdict() for entry in plan.entries],
-        "warnings": _unfair(plan, pairs, results),
+        "warnings": _unfair(plan, results),
         "failed": dict(failed),
         "groups": {group.name: _summary(group, plan.seeds, results) for group in plan.groups.values()},
-        "comparisons": _compare(plan, pairs, results),
+        "comparisons": _compare(plan, results),
         "runs": {n: {key: x for key, x in result.items() if key not in left_out} for n, result in results.items()},
     }
-
-
-def _pairs(plan: Plan) -> Pairs:
-    """Each pair once, though it may fill several cells of the grid."""
-    pairs: dict[tuple[str, str], dict[str, str]] = {}
-    for members in plan.cells:
-        baseline = plan.groups[members[plan.baseline]]
-        # What only the baseline has is in brackets: it tells rows apart, but is no setting of theirs.
-        theirs = {key: f"({value})" for key, value in baseline.labels.items()}
-        for name in members.values():
-            if name != baseline.name:
-                pairs[name, baseline.name] = {**theirs, **plan.groups[name].labels}
-    return pairs
 
 
 def _summary(group: Group, seeds: Sequence[int], results: Results) -> dict[str, Any]:
@@ -94,7 +79,7 @@ def _summary(group: Group, seeds: Sequence[int], results: Results) -> dict[str, 
     return about
 
 
-def _compare(plan: Plan, pairs: Pairs, results: Results) -> list[dict[str, Any]]:
+def _compare(plan: Plan, results: Results) -> list[dict[str, Any]]:
     """Every group against the baseline of its cell, on every data set by every metric.
 
     Scores are averaged over the seeds that both have, per query; ``p_holm`` is corrected over all rows of the same data
@@ -102,17 +87,23 @@ def _compare(plan: Plan, pairs: Pairs, results: Results) -> list[dict[str, Any]]
     """
     rows: list[dict[str, Any]] = []
     families: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for names, labels in pairs.items():
+    for names, labels in plan.pairs.items():
         group, baseline = (plan.groups[name] for name in names)
         seeds = [s for s in plan.seeds if group.run(s) in results and baseline.run(s) in results]
         about = {"group": group.name, "baseline_group": baseline.name, "entry": group.entry, "labels": labels}
         for data in results[group.run(seeds[0])]["evaluations"] if seeds else ():
             mine, theirs = ([results[g.run(s)]["evaluations"][data] for s in seeds] for g in (group, baseline))
             for metric in METRICS:
-                a, b = _query_means(mine, metric), _query_means(theirs, metric)
+                a, b = (
+                    [
+                        statistics.fmean(one["per_query"][query][metric] for one in runs)
+                        for query in mine[0]["per_query"]
+                    ]
+                    for runs in (mine, theirs)
+                )
                 by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
                 row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
-                row |= paired_bootstrap(list(a.values()), [b[query] for query in a])
+                row |= paired_bootstrap(a, b)
                 rows.append({**row, "difference_by_seed": by_seed})
                 families.setdefault((data, metric), []).append(rows[-1])
     for family in families.values():
@@ -120,13 +111,7 @@ def _compare(plan: Plan, pairs: Pairs, results: Results) -> list[dict[str, Any]]
     return rows
 
 
-def _query_means(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """{query: score} of a metric, averaged over what the runs of several seeds scored on one data set."""
-    scored = [one["per_query"] for one in evaluations]
-    return {query: statistics.fmean(scores[query][metric] for scores in scored) for query in scored[0]}
-
-
-def _unfair(plan: Plan, pairs: Pairs, results: Results) -> list[str]:
+def _unfair(plan: Plan, results: Results) -> list[str]:
     """What runs had other than their baseline's of the same seed, and should not have."""
     checks = {
         "initial_weights": "began with other weights",
@@ -138,7 +123,7 @@ def _unfair(plan: Plan, pairs: Pairs, results: Results) -> list[str]:
         "machine": "was on another machine, or had other threads,",
     }
     said = set()
-    for names, seed in itertools.product(pairs, plan.seeds):
+    for names, seed in itertools.product(plan.pairs, plan.seeds):
         mine, theirs = (results.get(plan.groups[name].run(seed)) for name in names)
         if mine and theirs:
             differing = [phrase for key, phrase in checks.items() if mine[key] != theirs[key]]

@@ -36,7 +36,6 @@ from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
 from contaccum.version import __version__
 
-JOB, RESULT = "job.json", "result.json"
 Job = dict[str, Any]
 
 # Jobs ----------------------------------------------------------------------------------------------------------------
@@ -84,14 +83,9 @@ def make_jobs(plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[
 
 
 def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
-    """{name of the run: its result}, of those that are finished."""
-    paths = {job["name"]: Path(job["folder"]) / RESULT for job in jobs}
-    return {name: read_json(path) for name, path in paths.items() if path.is_file()}
-
-
-def unfinished(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs whose runs are still to be done; raises `ConfigError` for one that was done with other settings."""
-    results = read_results(jobs)
+    """{name of the run: its result}, of those that are finished; raises `ConfigError` for one with other settings."""
+    paths = {job["name"]: Path(job["folder"], "result.json") for job in jobs}
+    results = {name: read_json(path) for name, path in paths.items() if path.is_file()}
     for job in jobs:
         now, before = job["identity"], results.get(job["name"], job)["identity"]
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -99,16 +93,10 @@ def unfinished(jobs: Sequence[Job]) -> list[Job]:
             said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
             mend = "Remove it, or name another --output_dir"
             raise ConfigError(f"{job['folder']} was run with other settings: {said}. {mend}")
-    return [job for job in jobs if job["name"] not in results]
+    return results
 
 
 # The process ---------------------------------------------------------------------------------------------------------
-
-
-def _end_with_the_parent() -> None:
-    # The parent holds the other end of this pipe and never writes. However it ends, the pipe closes.
-    os.read(0, 1)
-    os._exit(130)
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +122,11 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     for point in read_log(folder / EVAL_LOG) if evaluator else []:
         scores = {name: point[f"eval_{name.lower()}"] for name in METRICS}
         curve.append({"update": point["update"], "train_seconds": sum(seconds[: point["update"]]), **scores})
+    # In the precision that was asked for, whatever the training's: the model is taken out of mixed precision.
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    how: Any = {"similarity": args.similarity, **{key: evaluation[key] for key in ("batch_size", "precision")}}
+    sets = (_load_set(evaluation, given) for given in evaluation["data"])
+    results = [evaluate_beir(model, one, (10, 20, 100), show_progress=False, **how) for one in sets]
     gpu = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else None
     return {
         **{key: job[key] for key in ("name", "entry", "method", "seed", "labels", "identity")},
@@ -147,22 +140,11 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "grad_norm_ratio": statistics.fmean(ratios) if ratios else None,
         "final_loss": log[-1]["loss"],
         "curve": curve,
-        "evaluations": _score(trainer, evaluation, args.similarity),
+        "evaluations": {x.data["name"]: {"metrics": x.metrics, "per_query": x.per_query} for x in results},
         "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "threads": torch.get_num_threads(), "gpu": gpu},
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-
-
-def _score(trainer: ContAccumTrainer, evaluation: Mapping[str, Any], similarity: Any) -> dict[str, Any]:
-    """{set: its metrics, and those of every query}, in the precision that was asked for, whatever the training's."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)  # out of mixed precision
-    settings = {"batch_size": evaluation["batch_size"], "precision": evaluation["precision"], "similarity": similarity}
-    found = {}
-    for given in evaluation["data"]:
-        result = evaluate_beir(model, _load_set(evaluation, given), (10, 20, 100), show_progress=False, **settings)
-        found[result.data["name"]] = {"metrics": result.metrics, "per_query": result.per_query}
-    return found
 
 
 def _data_order(args: Any, data: Any) -> str:
@@ -190,7 +172,7 @@ def run_jobs(
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     at_once = min(at_once or (1 if torch.accelerator.is_available() else max(1, cores // 2)), max(1, len(jobs)))
-    threads = str(max(1, cores // at_once))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(max(1, cores // at_once)))
     waiting = list(jobs)
     running: list[tuple[Job, subprocess.Popen[bytes]]] = []
     failed: dict[str, str] = {}
@@ -199,7 +181,18 @@ def run_jobs(
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
                 progress(f"[{len(jobs) - len(waiting)}/{len(jobs)}] {job['name']}: started")
-                running.append((job, _start(job, threads, command)))
+                folder = Path(job["folder"])
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                write_json(folder / "job.json", job)
+                with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+                    given: Any = {
+                        "stdin": subprocess.PIPE,
+                        "stdout": out,
+                        "stderr": err,
+                        "env": {**os.environ, **threads},
+                    }
+                    running.append((job, subprocess.Popen([*command, str(folder / "job.json")], **given)))
             time.sleep(0.1)
             for job, process in [pair for pair in running if pair[1].poll() is not None]:
                 running.remove((job, process))
@@ -214,19 +207,13 @@ def run_jobs(
     return failed
 
 
-def _start(job: Job, threads: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    folder = Path(job["folder"])
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write_json(folder / JOB, job)
-    given = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), threads)
-    with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
-        return subprocess.Popen(
-            [*command, str(folder / JOB)], stdin=subprocess.PIPE, stdout=out, stderr=err, env={**os.environ, **given}
-        )
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+    def end_with_the_parent() -> None:
+        # The parent holds the other end of this pipe and never writes. However it ends, the pipe closes.
+        os.read(0, 1)
+        os._exit(130)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
     job = read_json(sys.argv[1])
-    write_json(Path(job["folder"]) / RESULT, run_job(job))
+    write_json(Path(job["folder"], "result.json"), run_job(job))

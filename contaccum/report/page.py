@@ -11,7 +11,7 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from html import escape
@@ -28,8 +28,6 @@ from contaccum.evaluation.tables import compare_queries
 from contaccum.files import read_json, redact
 from contaccum.training.log import EVAL_LOG, RUN_RECORD, TRAIN_LOG, CollapseWatch, read_log
 from contaccum.version import __version__
-
-RUN, COMPARISON, EVALUATION = "run", "comparison", "evaluation"
 
 _HERE = Path(__file__).parent
 _REPORT = "report.json"
@@ -65,7 +63,9 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     for number, source in enumerate(sources):  # everything is by name, so that names must differ
         same = [other.name for other in sources[:number]].count(source.name)
         source.name += f" ({number + 1})" if same else ""
-    kinds = {kind: [one for one in sources if one.kind == kind] for kind in (RUN, EVALUATION, COMPARISON)}
+    runs, evaluations, comparisons = (
+        [one for one in sources if one.kind == kind] for kind in ("run", "evaluation", "comparison")
+    )
     templates = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -76,9 +76,9 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     )
     return templates.get_template("page.html.j2").render(
         title=", ".join(source.name for source in sources)[:120],
-        training=_training(kinds[RUN]),
-        evaluations=_evaluations(kinds[EVALUATION], metric),
-        comparisons=[_comparison(one) for one in kinds[COMPARISON]],
+        training=_training(runs),
+        evaluations=_evaluations(evaluations, metric),
+        comparisons=[(one, _warnings(one.logs), comparison_panels(one)) for one in comparisons],
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         svg=to_svg,
         about={"cost": COST, "notes": NOTES, "metrics": METRICS, "rows": table_rows, "shown": _SHOWN},
@@ -96,11 +96,11 @@ def _read_source(path: Path) -> Iterator[Source]:
         yield read_comparison(path if content else path / _REPORT)
     elif (path / RUN_RECORD).is_file():
         logs = {name: _log(path / name) for name in (TRAIN_LOG, EVAL_LOG)}
-        yield Source(RUN, path.resolve().name, read_json(path / RUN_RECORD), logs)
+        yield Source("run", path.resolve().name, read_json(path / RUN_RECORD), logs)
     elif "sets" in content or {"metrics", "per_query", "data"} <= content.keys():
         for file in result_files(path):
             record = read_result(file)
-            yield Source(EVALUATION, Path((record.get("model") or {}).get("name") or file.stem).name, record)
+            yield Source("evaluation", Path((record.get("model") or {}).get("name") or file.stem).name, record)
     else:
         mend = "give a folder of `contaccum train` or `compare`, or a file of `contaccum evaluate` or `open_qa`"
         raise UserError(f"{path}: nothing that can be reported ({mend})")
@@ -110,7 +110,7 @@ def read_comparison(path: Path) -> Source:
     """A comparison's `report.json`, and the logs of its runs where they lie beside it."""
     report = read_json(path)
     logs = {name: _log(path.parent / "runs" / Path(name).name / TRAIN_LOG) for name in report["runs"]}
-    return Source(COMPARISON, path.resolve().parent.name, report, logs)
+    return Source("comparison", path.resolve().parent.name, report, logs)
 
 
 def _log(path: Path) -> Log:
@@ -123,13 +123,12 @@ def _log(path: Path) -> Log:
 
 def _training(runs: Sequence[Source]) -> dict[str, Any]:
     """Each run's figures and settings, which settings differ, and curves."""
-    logs = {run.name: run.logs[TRAIN_LOG] for run in runs}
-    curves = {run.name: run.logs[EVAL_LOG] for run in runs}
-    rows = []
+    logs, curves = ({run.name: run.logs[file] for run in runs} for file in (TRAIN_LOG, EVAL_LOG))
+    rows: list[dict[str, Any]] = []
     for run in runs:
         log = logs[run.name]
         scores = [(point["eval_ndcg@10"], point["update"]) for point in curves[run.name] if "eval_ndcg@10" in point]
-        row: dict[str, Any] = {"name": run.name, "record": run.record, "best": max(scores, default=None)}
+        row = {"name": run.name, "record": run.record, "best": max(scores, default=None)}
         row["settings"] = {key: str(x) for key, x in run.record["arguments"].items() if key != "output_dir"}
         row |= {"last": log[-1]["update"] if log else 0, "loss": log[-1]["loss"] if log else None}
         row["seconds"] = statistics.median([record["seconds"] for record in log] or [0.0])
@@ -141,17 +140,20 @@ def _training(runs: Sequence[Source]) -> dict[str, Any]:
     return {
         "runs": rows,
         "differing": [key for key in keys if len({row["settings"].get(key, "") for row in rows}) > 1],
-        "warnings": [line for name, log in logs.items() for line in _warnings(name, log)],
+        "warnings": _warnings(logs),
         "panels": panels + log_panels({name: [log] for name, log in logs.items()}),
     }
 
 
-def _warnings(name: str, log: Log) -> list[str]:
-    """Collapses that a log shows, by the rules that warned while it was written, and updates that were skipped."""
-    watch = CollapseWatch()
-    found = [line for record in log for line in watch.observe(record)]
-    found += [f"update {record['update']}: skipped, not finite" for record in log if record.get("skipped")]
-    return [f"{name}: {line[:300]}" for line in found]
+def _warnings(logs: Mapping[str, Log]) -> list[str]:
+    """Collapses that logs show, by the rules that warned while they were written, and updates that were skipped."""
+    lines = []
+    for name, log in logs.items():
+        watch = CollapseWatch()
+        found = [line for record in log for line in watch.observe(record)]
+        found += [f"update {record['update']}: skipped, not finite" for record in log if record.get("skipped")]
+        lines += [f"{name}: {line[:300]}" for line in found]
+    return lines
 
 
 # Evaluations ---------------------------------------------------------------------------------------------------------
@@ -183,13 +185,6 @@ def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict
 # Comparisons ---------------------------------------------------------------------------------------------------------
 
 
-def _comparison(one: Source) -> dict[str, Any]:
-    warnings = [line for name, log in one.logs.items() for line in _warnings(name, log)]
-    names = list(map(_label, one.record["groups"].values()))
-    about = {"name": one.name, "report": one.record, "warnings": warnings, "names": names}
-    return {**about, "panels": comparison_panels(one)}
-
-
 def comparison_panels(one: Source) -> list[Panel]:
     """Curves of the main metric by update and by second, and of the runs' logs, each setting's seeds together."""
     main, title = next(iter(METRICS.items()))
@@ -198,11 +193,8 @@ def comparison_panels(one: Source) -> list[Panel]:
         members[_label(run)].append(run)
     panels = []
     for unit, key in (("update", "update"), ("seconds of training", "train_seconds")):
-        lines = {
-            label: [[(point[key], point[main]) for point in run["curve"]] for run in runs]
-            for label, runs in members.items()
-        }
-        panels += [line_panel(f"{title} by {unit}", lines, unit)] if any(map(any, lines.values())) else []
+        curves = {label: [run["curve"] for run in runs] for label, runs in members.items()}
+        panels += [Panel(f"{title} by {unit}", x.lines, unit) for x in log_panels(curves, [main], key)]
     return panels + log_panels({label: [one.logs[run["name"]] for run in runs] for label, runs in members.items()})
 
 
@@ -233,22 +225,20 @@ _DRAWN = (
 
 
 class Panel(NamedTuple):
-    """A picture: its title, and what draws it on axes."""
+    """A picture: lines over updates, say; of each the mean over runs, and a band from the lowest to the highest.
 
-    title: str
-    draw: Callable[[Any], None]
-
-
-def line_panel(title: str, lines: Mapping[str, Sequence[Any]], unit: str = "update") -> Panel:
-    """Lines over updates, say: the mean over runs, and a band from the lowest to the highest.
-
-    Args:
+    Attributes:
         lines: name -> the points of one run, or of several that differ by the seed; of none, nothing is drawn. The
             place of a name is its colour.
     """
 
-    def draw(axes: Any) -> None:
-        for series, (name, found) in enumerate(lines.items()):
+    title: str
+    lines: Mapping[str, Sequence[Any]]
+    unit: str = "update"
+
+    def draw(self, axes: Any) -> None:
+        """Onto axes of matplotlib."""
+        for series, (name, found) in enumerate(self.lines.items()):
             length = min(map(len, found), default=0)
             if not length:
                 continue
@@ -258,21 +248,17 @@ def line_panel(title: str, lines: Mapping[str, Sequence[Any]], unit: str = "upda
             axes.plot(x, y.mean(axis=0), color=colour, marker=marker, linewidth=1.4, label=name)
             if len(runs) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
-        axes.set_xlabel(unit)
-
-    return Panel(title, draw)
+        axes.set_xlabel(self.unit)
 
 
-def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN) -> list[Panel]:
+def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN, x: str = "update") -> list[Panel]:
     """A picture of every key that some log holds: name -> the log of one run, or those of several seeds."""
-    panels = []
-    for key in keys:
-        lines = {
-            name: [[(record["update"], record[key]) for record in log if record.get(key) is not None] for log in found]
-            for name, found in logs.items()
-        }
-        panels += [line_panel(key, lines)] if any(map(any, lines.values())) else []
-    return panels
+
+    def points(log: Log, key: str) -> list[tuple[float, float]]:
+        return [(record[x], record[key]) for record in log if record.get(key) is not None]
+
+    panels = [Panel(key, {name: [points(log, key) for log in found] for name, found in logs.items()}) for key in keys]
+    return [panel for panel in panels if any(map(any, panel.lines.values()))]
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:

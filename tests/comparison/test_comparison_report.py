@@ -52,21 +52,21 @@ def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
     return results
 
 
-def planned(tokens: list[str], grid: list[str], baseline: str | None = None) -> Plan:
-    variants = [["published", "drift_compensation=none"]]
+def planned(tokens: list[str], baseline: str | None = None) -> Plan:
+    variants, grid = [["published", "drift_compensation=none"]], ["bank_size=8,16"]
     return make_plan(read_options([], tokens), ["grad_accum", "contaccum"], variants, grid, [0, 1], baseline)
 
 
 @pytest.fixture(scope="module")
 def plan(tokens: list[str]) -> Plan:
-    return planned(tokens, ["bank_size=8,16"])
+    return planned(tokens)
 
 
 def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: Plan) -> None:
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
     entries = ("contaccum", "published")
-    assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for m in ("8", "16") for e in entries]
+    assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for e in entries for m in ("8", "16")]
     assert {row["baseline_group"] for row in rows} == {"grad_accum"}  # one run for both cells
     for row in rows:
         mine, theirs = (
@@ -87,7 +87,7 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: P
 
 
 def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens: list[str]) -> None:
-    plan = planned(tokens, ["bank_size=8,16"], "contaccum")
+    plan = planned(tokens, "contaccum")
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "MRR@10" and row["entry"] == "grad_accum"]
     assert [row["labels"]["bank_size"] for row in rows] == ["(8)", "(16)"]

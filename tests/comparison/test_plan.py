@@ -24,9 +24,9 @@ def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(tokens: li
     found = plan(tokens, methods, grid=["bank_size=8,16", "learning_rate=1e-5,5e-5"])
     counts = {entry.name: len(arguments(found, entry.name)) for entry in found.entries}
     assert counts == {"in_batch": 2, "grad_accum": 2, "grad_cache": 2, "contaccum": 4, "pre_batch": 4}
-    names = [members["grad_accum"] for members in found.cells]
-    assert names == ["grad_accum_learning_rate-1e-5", "grad_accum_learning_rate-5e-5"] * 2
-    args = found.groups[found.cells[1]["contaccum"]].parsed[2]
+    rates = ["grad_accum_learning_rate-1e-5", "grad_accum_learning_rate-5e-5"]
+    assert [theirs for name, theirs in found.pairs if name.startswith("contaccum")] == rates * 2
+    args = found.groups["contaccum_bank_size-8_learning_rate-5e-5"].parsed[2]
     assert (args.bank_size, args.learning_rate) == (8, 5e-5)
 
 
@@ -35,8 +35,8 @@ def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens: list[str]) 
     found = plan(tokens, ["in_batch", "grad_accum"], grid=grid)
     assert {args.gradient_accumulation_steps for args in arguments(found, "in_batch")} == {1}
     assert sorted(args.per_device_train_batch_size for args in arguments(found, "in_batch")) == [8, 16, 16, 32]
-    for members in found.cells:
-        assert len({found.groups[name].parsed[2].total_train_batch_size for name in members.values()}) == 1
+    for names in found.pairs:
+        assert len({found.groups[name].parsed[2].total_train_batch_size for name in names}) == 1
 
 
 def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens: list[str]) -> None:
@@ -57,10 +57,9 @@ def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens: 
     assert (published.method, published.drift_compensation) == ("contaccum", "none")
     assert published.learning_rate == 2e-5
     assert (other.method, other.learning_rate) == ("pre_batch", 3e-5)
-    assert [list(members) for members in found.cells] == [
-        ["grad_accum", "other"],
-        ["grad_accum", "published", "other"],  # `other` is of no cell, and so beside all
-    ]
+    slow, fast = "grad_accum_learning_rate-1e-5", "grad_accum_learning_rate-2e-5"
+    # `other` is of no cell, and so beside all
+    assert list(found.pairs) == [("published_learning_rate-2e-5", fast), ("other", slow), ("other", fast)]
     assert found.groups["published_learning_rate-2e-5"].labels == {"learning_rate": "2e-5"}
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import build_page, line_panel, to_svg
+from contaccum.report.page import Panel, build_page, to_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,7 +110,7 @@ RUNS = [[(0, 0.0), (10, 1.0)], [(0, 1.0), (10, 2.0), (20, 9.0)]]
 
 def test_lines_are_means_over_seeds_with_a_band_as_far_as_all_runs_last() -> None:
     axes = Figure().subplots()
-    line_panel("x", {"none": [], "a": RUNS, "b": RUNS[:1]}).draw(axes)
+    Panel("x", {"none": [], "a": RUNS, "b": RUNS[:1]}).draw(axes)
     mean, other = axes.lines
     assert mean.get_xydata().tolist() == [[0, 0.5], [10, 1.5]]
     assert (mean.get_color(), other.get_color()) == ("C1", "C2")  # as the page's legend has them
@@ -119,7 +119,7 @@ def test_lines_are_means_over_seeds_with_a_band_as_far_as_all_runs_last() -> Non
 
 
 def test_svg_has_the_pages_ink_escaped_texts_and_ids_of_its_own() -> None:
-    panels = [line_panel(title, {"<a>": RUNS}, unit="$x <b>") for title in ('one "&"', "two")]
+    panels = [Panel(title, {"<a>": RUNS}, unit="$x <b>") for title in ('one "&"', "two")]
     one, two = map(to_svg, panels)
     assert one.startswith('<svg role="img" aria-label="one &quot;&amp;&quot;" viewBox=') and one.endswith("</svg>\n")
     assert "currentColor" in one and "$x &lt;b&gt;" in one and "<b>" not in one

@@ -7,29 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_texts import write_training_and_beir_data
 
 from contaccum.cli import main
 from contaccum.comparison import run as comparison_run
 from contaccum.comparison.report import METRICS
 
-SETTINGS = "num_train_epochs=2 per_device_train_batch_size=4 gradient_accumulation_steps=3 bank_size=20 use_cpu=true"
 MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "--eval_updates", "4"]
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("data")
-    write_training_and_beir_data(root, 43)
-    places = ["--model", tiny_model_path, "--train_data", str(root / "pairs.jsonl"), "--eval_data", str(root / "beir")]
-    return [*places, *(f"--{setting}" for setting in SETTINGS.split())]
+@pytest.fixture(scope="session")
+def options(tokens: list[str], place: Path) -> list[str]:
+    return [*tokens, "--eval_data", str(place / "beir")]
 
 
 @pytest.fixture(scope="module")
-def compared(tokens: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def compared(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     """A comparison of two tiny models: the command's arguments, and its folder."""
     folder = tmp_path_factory.mktemp("compared")
-    arguments = ["compare", *tokens, f"--output_dir={folder}", *MORE]
+    arguments = ["compare", *options, f"--output_dir={folder}", *MORE]
     assert main(arguments) == 0
     return arguments, folder
 
@@ -94,8 +89,8 @@ def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(comp
         (["--model", "https://me:secret@example.org/m"], "credential"),
     ],
 )
-def test_mistakes_give_one_line_before_anything_is_trained(tokens, tmp_path, capsys, more, message):
-    arguments = ["compare", *tokens, f"--output_dir={tmp_path / 'out'}"]
+def test_mistakes_give_one_line_before_anything_is_trained(options, tmp_path, capsys, more, message):
+    arguments = ["compare", *options, f"--output_dir={tmp_path / 'out'}"]
     assert main([*arguments, *more]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
     assert message in line and "secret" not in line
