@@ -62,7 +62,7 @@ class DualEncoder(SentenceTransformer):
         device: str | None = None,
         trust_remote_code: bool = False,
     ) -> DualEncoder:
-        """Put pooling on a transformers encoder: of a hub, in a folder, or by a ``PretrainedConfig`` with fresh weights.
+        """Put pooling on a transformers encoder of the hub, of a folder, or fresh from a ``PretrainedConfig``.
 
         Args:
             tied: one tower for queries and passages; False gives each its own copy of the weights.
@@ -206,9 +206,8 @@ def configure(
 def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     """Around whatever loads a model (an encoder, a cross-encoder, a checkpoint): gives the name with ``~`` expanded.
 
-    Raises:
-        UserError: when there is no such model, it cannot be read, or it brings code that is not trusted: a class of its
-            own, or a pickle with more than tensors. Nothing of it runs then.
+    Raises UserError when there is no such model, it cannot be read, or it brings code that is not trusted, which never
+    runs then: a class of its own, or a pickle with more than tensors.
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
