@@ -181,14 +181,15 @@ def configure(
     Raises:
         ConfigError: for a dropout outside of [0, 1), or an attention that a backbone has not.
     """
-    if dropout is not None and not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
-    for module in model.modules() if dropout is not None else ():
-        if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base class of all of torch's dropouts
-            module.p = dropout
-        for name in ("attention_dropout", "dropout_prob", "dropout_p"):  # what attention reads
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, dropout)
+    if dropout is not None:
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base of all of torch's dropouts
+                module.p = dropout
+            for name in ("attention_dropout", "dropout_prob", "dropout_p"):  # what attention reads
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, dropout)
     backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if freeze_word_embeddings and not backbones:
         raise ConfigError("freeze_word_embeddings needs a transformers backbone; this model has none")
