@@ -62,7 +62,7 @@ class DualEncoder(SentenceTransformer):
         device: str | None = None,
         trust_remote_code: bool = False,
     ) -> DualEncoder:
-        """Put pooling on a transformers encoder: of a hub, in a folder, or by a ``PretrainedConfig`` with fresh weights.
+        """Put pooling on a transformers encoder of the hub, of a folder, or fresh from a ``PretrainedConfig``.
 
         Args:
             tied: one tower for queries and passages; False gives each its own copy of the weights.
@@ -181,14 +181,15 @@ def configure(
     Raises:
         ConfigError: for a dropout outside of [0, 1), or an attention that a backbone has not.
     """
-    if dropout is not None and not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
-    for module in model.modules() if dropout is not None else ():
-        if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base class of all of torch's dropouts
-            module.p = dropout
-        for name in ("attention_dropout", "dropout_prob", "dropout_p"):  # what attention reads
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, dropout)
+    if dropout is not None:
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base of all of torch's dropouts
+                module.p = dropout
+            for name in ("attention_dropout", "dropout_prob", "dropout_p"):  # what attention reads
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, dropout)
     backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if freeze_word_embeddings and not backbones:
         raise ConfigError("freeze_word_embeddings needs a transformers backbone; this model has none")
@@ -206,9 +207,8 @@ def configure(
 def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     """Around whatever loads a model (an encoder, a cross-encoder, a checkpoint): gives the name with ``~`` expanded.
 
-    Raises:
-        UserError: when there is no such model, it cannot be read, or it brings code that is not trusted: a class of its
-            own, or a pickle with more than tensors. Nothing of it runs then.
+    Raises UserError when there is no such model, it cannot be read, or it brings code that is not trusted, which never
+    runs then: a class of its own, or a pickle with more than tensors.
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)

@@ -24,14 +24,13 @@ from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
 class BankedInfoNCE(nn.Module):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
 
-    Rows are the local queries Q and the banked ones M_q; columns are the local passages P and hard negatives H and
-    the banked ones M_p and M_h. With s the similarity and tau the temperature, row i costs
+    Rows are local and banked queries; columns are local and banked passages and hard negatives. Row i costs
 
         l_i = logsumexp_j s(i, j)/tau - s(i, i+)/tau
 
-    where i+ is the passage that came with query i. Bank rows give no gradient to queries, but they push on the local
-    passages, which is what keeps the two encoders' gradient norms balanced. When nothing drifts and the bank holds
-    exactly the rest of the batch, the accumulated gradient of ``normalize_by="local"`` equals that of the full batch.
+    with the similarity s, the temperature tau and i+, the passage that came with query i. Bank rows push on the local
+    passages, which keeps the two encoders' gradient norms balanced. When nothing drifts and the bank holds exactly the
+    rest of the batch, the accumulated gradient of ``normalize_by="local"`` equals that of the full batch.
 
     Args:
         bank_size: rows m of the bank, at most; see :class:`MemoryBank`. 0 is plain InfoNCE.
@@ -43,10 +42,9 @@ class BankedInfoNCE(nn.Module):
         mask_duplicates: leave out columns that hold a row's own positive again or another known positive of its
             query, by ids. False is the paper's behaviour. Without ids there is nothing to mask.
         bank_hard_negatives: keep hard negatives in the bank as columns.
-        drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower, by running means or,
-            once it is called, by :meth:`observe_probe`. ``"auto"`` also retires entries that the probe shows to have
-            drifted too far, and takes the mean out of each tower's gradients while aged entries are in use. ``"fresh"``
-            uses no entry that is older than the last :meth:`end_update`. ``"none"`` is the paper. See docs/drift.md.
+        drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower; ``"auto"`` also retires
+            those that :meth:`observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
+            :meth:`end_update`; ``"none"`` is the paper. See docs/drift.md.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss, in their order;
             they may bring different numbers of pairs, even none. Every rank then holds the same bank and returns the
@@ -304,8 +302,6 @@ class BankedInfoNCE(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
         state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        if "bank.passages" in state:
-            raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
         if "bank.columns" in state:
             columns = state["bank.columns"]
             there = int(state["bank._extra_state"][0]), len(state["bank.queries"]) > 0, "passage_mean.mean" in state

@@ -37,14 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class ContAccumLoss(nn.Module):
-    """InfoNCE whose negatives come from the batch and from banks of past queries and passages.
+    """InfoNCE with banks of past queries and passages: MultipleNegativesRankingLoss for batches that are small.
 
-    A drop-in for :class:`~sentence_transformers.losses.MultipleNegativesRankingLoss` when the batch is small: with
-    ``gradient_accumulation_steps`` each micro-batch sees thousands of negatives instead of its own few.
+    With ``gradient_accumulation_steps`` each micro-batch sees thousands of negatives instead of its own few.
 
     Args:
         model: a SentenceTransformer, tied or with a Router.
-        bank_size: rows of the passage bank; 0 is MultipleNegativesRankingLoss.
+        bank_size: rows of the passage bank.
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
@@ -59,7 +58,6 @@ class ContAccumLoss(nn.Module):
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, and
           is what ``eval_loss`` is: in eval mode the loss is that of the batch alone.
-        - :class:`CachedMultipleNegativesRankingLoss` (GradCache) has fresh negatives only, and a second forward pass.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
 
@@ -252,10 +250,9 @@ register_optimizer_step_post_hook(_after_step)
 class TextProbe:
     """A few training pairs, kept as the tokenizer gave them, to be encoded again as the encoder learns.
 
-    What happened to their embeddings happened to the bank's entries too. They are the first pairs of a micro-batch, of
-    all ranks that share a bank: ``PROBE_TEXTS`` together, one of each at least. Every rank knows them all and encodes
-    its share: in rank order, the same texts on any number of ranks. Only tensors and numbers are stored; what a column
-    has beside them (the ``task`` that a Router goes by) comes with each micro-batch.
+    They are the first pairs of a micro-batch, of all ranks that share a bank: ``PROBE_TEXTS`` together, one of each at
+    least. Every rank knows them all and encodes its share. Only tensors and numbers are stored; what a column has
+    beside them (the ``task`` that a Router goes by) comes with each micro-batch.
     """
 
     def __init__(self, columns: list[dict[str, Tensor]], shared: bool) -> None:

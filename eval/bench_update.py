@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from contaccum.encoders import DualEncoder, set_dropout
+from contaccum.encoders import DualEncoder, configure
 from contaccum.files import git_commit, package_versions, write_json
 from contaccum.training.arguments import BANK_METHODS, METHODS, ContAccumTrainingArguments
 from contaccum.training.methods import make_loss
@@ -66,7 +66,7 @@ def make_encoder(options: argparse.Namespace) -> DualEncoder:
     tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
     towers = {"tied": not options.untied, "pooling": "cls", "tokenizer": tokenizer, "device": options.device}
     model = DualEncoder.from_backbone(config, **towers)
-    set_dropout(model, 0.0)
+    configure(model, dropout=0.0)
     return model.train()
 
 

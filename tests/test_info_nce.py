@@ -264,10 +264,8 @@ def test_state_dict_continues_bit_for_bit() -> None:
     straight, resumed = (BankedInfoNCE(bank_size=7, similarity="cos", temperature=0.1) for _ in range(2))
     run(straight, range(5))
     resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
-    for a, b in zip(run(straight, range(5, 10)), run(resumed, range(5, 10)), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(straight.state_dict().values(), resumed.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
+    found, again = ([*run(x, range(5, 10)), *x.state_dict().values()] for x in (straight, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
@@ -276,8 +274,6 @@ def test_a_state_of_other_settings_is_refused() -> None:
     for settings in ({"bank_size": 5}, {"query_bank_size": 0}, {"drift_compensation": "none"}):
         with pytest.raises(ConfigError, match="another bank_size, query_bank_size or drift_compensation"):
             BankedInfoNCE(**{"bank_size": 4, **settings}).load_state_dict(loss_fn.state_dict())
-    with pytest.raises(ConfigError, match=r"contaccum 0\.1"):
-        BankedInfoNCE(bank_size=4).load_state_dict({"bank.passages": torch.zeros(4, 8)})
 
 
 def test_half_precision_embeddings_under_autocast_are_scored_in_float32() -> None:
