@@ -62,9 +62,9 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
     import torch
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    text = {"title": "", "text": ""}  # one for all: beir sorts by length, and so leaves the order
-    corpus = {f"d{row}": text for row in range(len(documents))}
-    asked = dict.fromkeys([f"q{row}" for row in range(len(queries))], "")
+    # One text for all: beir sorts by length, and so leaves the order.
+    corpus = {f"d{row}": {"title": "", "text": ""} for row in range(len(documents))}
+    asked = {f"q{row}": "" for row in range(len(queries))}
     turns = []
     for turn in range(args.repeats):
         model = Stub(documents, queries)
@@ -82,9 +82,7 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
         "speedup_cpu": statistics.median(turn["cpu_beir"] / turn["cpu"] for turn in turns),
         "same_documents": statistics.fmean(ours[query].keys() == theirs[query].keys() for query in ours),
         "score_difference": max(
-            abs(score - theirs[query].get(document, score))
-            for query, hits in ours.items()
-            for document, score in hits.items()
+            abs(score - theirs[query].get(name, score)) for query, hits in ours.items() for name, score in hits.items()
         ),
     }
 
