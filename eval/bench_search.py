@@ -90,9 +90,7 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
         "speedup_cpu": statistics.median(turn["cpu_beir"] / turn["cpu"] for turn in turns),
         "same_documents": statistics.fmean(ours[query].keys() == theirs[query].keys() for query in ours),
         "score_difference": max(
-            abs(score - theirs[query].get(document, score))
-            for query, hits in ours.items()
-            for document, score in hits.items()
+            abs(score - theirs[query].get(name, score)) for query, hits in ours.items() for name, score in hits.items()
         ),
     }
 

@@ -15,9 +15,8 @@ def small_backbone(model: str, output: str, layers: int, hidden_size: int | None
         backbone = AutoModel.from_pretrained(model, config=config)
     else:
         set_seed(seed)
-        config.update(
-            {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_attention_heads": hidden_size // 32}
-        )
+        config.update({"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size})
+        config.num_attention_heads = hidden_size // 32
         backbone = AutoModel.from_config(config)
     backbone.save_pretrained(output)
     AutoTokenizer.from_pretrained(model).save_pretrained(output)

@@ -45,10 +45,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     how = {"factory": args.index, "metric": args.similarity or store.similarity, "parameters": args.index_parameters}
     faiss_index.check_factory(dimension=store.shape[1], n=len(store), **how)
     names, queries = _queries(args, store)
-    if args.index_file:
-        index = faiss_index.open_index(args.index_file, store, **how)
-    else:
-        index = faiss_index.build_index(store, **how)
+    file = args.index_file
+    index = faiss_index.open_index(file, store, **how) if file else faiss_index.build_index(store, **how)
     started = time.perf_counter()
     scores, rows = faiss_index.search(index, queries, args.top_k, show_progress=not args.no_progress)
     seconds = time.perf_counter() - started
@@ -57,7 +55,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     hits = (dict(zip(ids, line.tolist(), strict=False)) for ids, line in zip(found, scores, strict=True))
     write_text(args.output, trec_lines(zip(names, hits, strict=True), "contaccum"))
     about = {"index": index.factory, "index_parameters": index.parameters, "k": rows.shape[1], "gpus": index.gpus}
-    about |= {"index_file": args.index_file and str(args.index_file), "seconds": seconds}
+    about |= {"index_file": file and str(file), "seconds": seconds}
     about["recall"] = faiss_index.recall_against_exact(index, queries, rows)
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},

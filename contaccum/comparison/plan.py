@@ -97,7 +97,16 @@ def make_plan(
     Raises:
         ConfigError: arguments that the trainer would refuse, or that a comparison sets itself; an unknown method.
     """
-    entries = _entries(methods, variants)
+    entries = {method: Entry(method, method, {}) for method in methods}
+    for name, *given in variants:
+        if name in entries or not all("=" in setting for setting in given):
+            raise ConfigError(f"--variant {name} {' '.join(given)}: write a name that is not taken, then key=value ...")
+        overrides = {key: value for key, _, value in (setting.partition("=") for setting in given)}
+        entries[name] = Entry(name, overrides.pop("method", "contaccum"), overrides)
+    for entry in entries.values():
+        check_choice(f"{entry.name}: method", entry.method, METHODS)
+    if not entries:
+        raise ConfigError("nothing to compare: give --methods, or a --variant")
     values = {key: list(dict.fromkeys(text.split(","))) for key, _, text in (one.partition("=") for one in grid)}
     for key, texts in values.items():
         if not all(texts):
@@ -121,21 +130,6 @@ def make_plan(
         name = _name(entry.name, labels)
         groups[name] = groups.get(name) or _group(name, entry, labels, options)
     return Plan(list(entries.values()), values, list(dict.fromkeys(seeds)), baseline, groups, pairs)
-
-
-def _entries(methods: Sequence[str], variants: Sequence[Sequence[str]]) -> dict[str, Entry]:
-    """The methods, then the variants."""
-    entries = {method: Entry(method, method, {}) for method in methods}
-    for name, *pairs in variants:
-        if name in entries or not all("=" in pair for pair in pairs):
-            raise ConfigError(f"--variant {name} {' '.join(pairs)}: write a name that is not taken, then key=value ...")
-        overrides = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
-        entries[name] = Entry(name, overrides.pop("method", "contaccum"), overrides)
-    for entry in entries.values():
-        check_choice(f"{entry.name}: method", entry.method, METHODS)
-    if not entries:
-        raise ConfigError("nothing to compare: give --methods, or a --variant")
-    return entries
 
 
 def as_tokens(options: Options) -> list[str]:
@@ -164,15 +158,9 @@ def _applies(key: str, method: str) -> bool:
 
 def _labels(entry: Entry, cell: Mapping[str, str], grid: Options) -> dict[str, str]:
     """The grid's values that count for an entry in a cell; one that it sets itself is the same in every cell."""
-    labels = {}
-    for key, value in cell.items():
-        if key in entry.overrides:
-            value = entry.overrides[key]
-        elif not _applies(key, entry.method):
-            continue
-        if value in grid[key]:
-            labels[key] = value
-    return labels
+    given = {**cell, **entry.overrides}
+    counted = [key for key in grid if key in entry.overrides or _applies(key, entry.method)]
+    return {key: given[key] for key in counted if given[key] in grid[key]}
 
 
 def _name(entry: str, labels: Mapping[str, str]) -> str:

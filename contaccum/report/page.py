@@ -124,11 +124,11 @@ def _log(path: Path) -> Log:
 def _training(runs: Sequence[Source]) -> dict[str, Any]:
     """Each run's figures and settings, which settings differ, and curves."""
     logs, curves = ({run.name: run.logs[file] for run in runs} for file in (TRAIN_LOG, EVAL_LOG))
-    rows: list[dict[str, Any]] = []
+    rows = []
     for run in runs:
         log = logs[run.name]
         scores = [(point["eval_ndcg@10"], point["update"]) for point in curves[run.name] if "eval_ndcg@10" in point]
-        row = {"name": run.name, "record": run.record, "best": max(scores, default=None)}
+        row: dict[str, Any] = {"name": run.name, "record": run.record, "best": max(scores, default=None)}
         row["settings"] = {key: str(x) for key, x in run.record["arguments"].items() if key != "output_dir"}
         row |= {"last": log[-1]["update"] if log else 0, "loss": log[-1]["loss"] if log else None}
         row["seconds"] = statistics.median([record["seconds"] for record in log] or [0.0])

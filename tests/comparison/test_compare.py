@@ -81,7 +81,6 @@ def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(comp
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--bank_sise", "3"], "did you mean 'bank_size'"),
         (["--eval_queries", "0"], "must be at least 1"),
         (["--eval_split", "train"], "train"),
         (["--eval_data"], "--eval_data"),
