@@ -104,7 +104,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Make the folder of ``path``, and in the end flush its names; one line for what the disk refuses."""
+    """Make the folder of ``path``, in the end force its names to the disk, and turn what the disk refuses into a line."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -7,7 +7,6 @@ itself is in ``info_nce``, and so are its settings: they pass through here.
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -30,10 +29,9 @@ PROBE_TEXTS = 8
 PAIRS_PER_PROBE = 128
 """Pairs of training between two probes, at least: eight pairs, forward only, are then some 2 % of the work."""
 
-# Keys of a state beside the banks': pairs at the last probe and whether an update has passed; those of the probe.
-_PROGRESS, _PROBE = "progress", "probe."
-
-logger = logging.getLogger(__name__)
+# Keys of a state beside those of the banks: pairs at the last probe and whether an update has passed; before those of
+# the probe; before those of a rank's own bank, in a state of several.
+_PROGRESS, _PROBE, _OF_RANK = "progress", "probe.", "of_rank_"
 
 
 class ContAccumLoss(nn.Module):
@@ -154,23 +152,30 @@ class ContAccumLoss(nn.Module):
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
         """The banks and drift statistics, without the model: what a checkpoint needs beside the model's weights.
 
-        It fits any number of ranks. One that does not ``keep`` it gets an empty one: of banks that are not shared, that
-        of the rank that writes is kept alone.
+        With several ranks, all call it together, and those that do not ``keep`` it get an empty one. A bank that they
+        share fits any number of ranks; banks of their own come out side by side, and fit as many ranks again.
         """
-        if not keep:
-            return {}
         state = dict(self.info_nces.state_dict())
         if state:
             state[_PROGRESS] = torch.tensor([self._probed_at, self._stepped])
         if self._probe is not None:
             state |= {f"{_PROBE}{key}": value for key, value in self._probe.state_dict().items()}
         if world_size() > 1 and not self._shared:
-            logger.warning("of the banks of %d ranks this state holds that of rank %d alone", world_size(), rank())
-        return state
+            parts = enumerate(gather_states(state, next(self.model.parameters()).device))
+            state = {f"{_OF_RANK}{index}.{key}": value for index, part in parts for key, value in part.items()}
+        return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what :meth:`bank_state_dict` gave, on every rank; ConfigError when it is of other settings."""
-        state = dict(state)
+        """Restore what :meth:`bank_state_dict` gave, on every rank; ConfigError when it has other settings or ranks."""
+        state, ranks = dict(state), {key.split(".", 1)[0] for key in state if key.startswith(_OF_RANK)}
+        if ranks and (self._shared or len(ranks) != world_size()):
+            raise ConfigError(
+                f"this state holds the banks of {len(ranks)} ranks: go on with as many, gather_across_devices=False, "
+                "or start from the weights alone"
+            )
+        if ranks:
+            own = f"{_OF_RANK}{rank()}."
+            state = {key.removeprefix(own): value for key, value in state.items() if key.startswith(own)}
         probed_at, stepped = state.pop(_PROGRESS, torch.zeros(2, dtype=torch.int64)).tolist()
         probe = {key.removeprefix(_PROBE): state.pop(key) for key in list(state) if key.startswith(_PROBE)}
         for size in {key.split(".", 1)[0] for key in state}:

@@ -311,11 +311,26 @@ def test_a_loss_restored_between_two_updates_goes_on_as_if_nothing_had_happened(
         ContAccumLoss(model, bank_size=100, drift_compensation=drift).load_bank_state_dict(state)
 
 
-def test_of_banks_of_each_rank_s_own_one_is_kept_and_a_line_says_so(
-    model: DualEncoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_banks_of_each_rank_s_own_go_into_one_state_and_back(
+    model: DualEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss_fn = ContAccumLoss(model, bank_size=8)
-    loss_fn(ids_of(4, 0))
+    ranks = [ContAccumLoss(model, bank_size=8) for _ in range(2)]
+    for seed, loss_fn in enumerate(ranks):
+        loss_fn(ids_of(4, seed))
+    own = [loss_fn.bank_state_dict() for loss_fn in ranks]
     monkeypatch.setattr(losses, "world_size", lambda: 2)
-    assert loss_fn.bank_state_dict(keep=False) == {} and not caplog.records
-    assert loss_fn.bank_state_dict() and "that of rank 0 alone" in caplog.text
+    monkeypatch.setattr(losses, "gather_states", lambda state, device: own)
+    state = ranks[0].bank_state_dict()
+    assert ranks[1].bank_state_dict(keep=False) == {}
+    for index in range(2):
+        monkeypatch.setattr(losses, "rank", lambda index=index: index)
+        restored = ContAccumLoss(model, bank_size=8)
+        restored.load_bank_state_dict(state)
+        monkeypatch.setattr(losses, "gather_states", lambda state, device: [state])
+        again = {key.removeprefix("of_rank_0."): value for key, value in restored.bank_state_dict().items()}
+        assert again.keys() == own[index].keys()
+        assert all(torch.equal(value, own[index][key]) for key, value in again.items())
+    for world, shared in ((3, False), (2, True)):
+        monkeypatch.setattr(losses, "world_size", lambda world=world: world)
+        with pytest.raises(ConfigError, match="banks of 2 ranks"):
+            ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(state)
