@@ -302,6 +302,8 @@ class BankedInfoNCE(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
         state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        if "bank.passages" in state:
+            raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
         if "bank.columns" in state:
             columns = state["bank.columns"]
             there = int(state["bank._extra_state"][0]), len(state["bank.queries"]) > 0, "passage_mean.mean" in state

@@ -98,6 +98,11 @@ class MemoryBank(nn.Module):
         return self.columns[:, 0]
 
     @property
+    def negatives(self) -> Tensor:
+        """(m, h, d), a view."""
+        return self.columns[:, 1:]
+
+    @property
     def fill(self) -> int:
         """Rows that hold an entry, retired ones included."""
         return min(self.pairs, self.bank_size)
