@@ -104,7 +104,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Make the folder of ``path``, in the end force its names to the disk, and turn what the disk refuses into a line."""
+    """Make the folder of ``path``, force its names to the disk in the end; what the disk refuses is a `UserError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

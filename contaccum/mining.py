@@ -166,9 +166,6 @@ def _names(passage: Passage) -> list[bytes | str]:
     return [passage.id, *(_key(part) for part in (passage.passage, passage.text) if part.strip())]
 
 
-# Mining --------------------------------------------------------------------------------------------------------------
-
-
 def _rule(default: Any, explained: str, kind: type = float, **more: Any) -> Any:
     return field(default=default, metadata={"type": kind, "help": explained, **more})
 
@@ -368,9 +365,6 @@ def load_cross_encoder(name: str, device: str | None = None, trust_remote_code: 
     if config.num_labels != 1 or not trained:
         raise UserError(f"{name}: is not a cross-encoder that was trained to give a pair of texts one score")
     return cross_encoder
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def write_mined(

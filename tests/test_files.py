@@ -22,8 +22,6 @@ from contaccum.files import (
     write_text,
 )
 
-# Whole or not at all -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("error", "expected"),
@@ -94,9 +92,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
             require_writable(path)
 
 
-# Names of content ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -123,8 +118,6 @@ def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_ke
     parts.add(b"b", 3)
     assert parts.hex() == fingerprint("a", b"b", 3) and len(parts.hex()) == 64
 
-
-# Credentials ---------------------------------------------------------------------------------------------------------
 
 SECRETS = {
     "HF_TOKEN": "hf_QwErTyUiOpAsDfGhJk",

@@ -26,12 +26,12 @@ def _name(path: Path) -> str:
 
 
 def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds() -> None:
-    """The aim is 9,000 lines in 60 modules, 8,500 lines of tests and 15,000 words: lower these as parts get there."""
-    assert len(MODULES) <= 66
-    assert _lines(MODULES) <= 12_950
-    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_300
+    """The aim is 9,000 lines of package and 8,500 of tests: lower these two as parts get there."""
+    assert len(MODULES) <= 60
+    assert _lines(MODULES) <= 9_110
+    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 8_530
     docs = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
-    assert sum(len(text.split()) for text in docs) <= 16_000
+    assert sum(len(text.split()) for text in docs) <= 15_000
 
 
 def test_no_module_is_over_450_lines_and_no_function_over_90() -> None:

@@ -163,9 +163,6 @@ def test_settings_that_cannot_work_are_refused_at_once(settings: Any, error: typ
         ContAccumLoss(model, **settings)
 
 
-# Updates and probes --------------------------------------------------------------------------------------------------
-
-
 def ids_of(n: int, seed: int) -> list[dict[str, Any]]:
     ids = torch.randint(5, 60, (2, n, 7), generator=torch.Generator().manual_seed(seed))
     return [
@@ -281,9 +278,6 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(
             shares.append(probe.encode(model, given[0]))
         joined = [torch.cat(column) for column in zip(*shares, strict=True)]
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(joined, whole, strict=True))
-
-
-# State ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drift", ["auto", "fresh"])

@@ -66,9 +66,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# Rules ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "rules",
     [
@@ -103,9 +100,6 @@ def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
     assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
     one, again, other = (mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1))
     assert one == again != other
-
-
-# Search --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
@@ -166,9 +160,6 @@ def test_bm25_that_cannot_work_is_refused(pairs, monkeypatch):
         mine(None, pairs)
 
 
-# A cross-encoder -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampling", ["top", "random"])
 def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(model, cross_encoder, pairs, sampling):
     settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
@@ -210,9 +201,6 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
     assert torch.equal(torch.get_rng_state(), states[0]) and np.random.get_state()[1].tolist() == states[1]
     after = [*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)]
     assert all(map(torch.equal, before, after)) and len(before) == len(after)
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -87,9 +87,6 @@ def change(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
-# Weights -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("form", ["torch", "plain", "as safetensors"])
 def test_pickled_weights_with_code_are_refused(
@@ -105,9 +102,6 @@ def test_pickled_weights_with_code_are_refused(
         weights.with_name(name).write_bytes(pickle.dumps(Payload(mark)))
     line = refused(kind, folder, mark)
     assert str(folder) in line and ("not a model" if form == "as safetensors" else "could run code") in line
-
-
-# Code that a model folder brings, or names ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,8 +148,6 @@ def test_code_of_a_folder_runs_by_the_flag_alone(harmless: Path, tmp_path: Path,
         DualEncoder.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()
 
-
-# The code of the library ---------------------------------------------------------------------------------------------
 
 FORBIDDEN = re.compile(
     r"^(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve)\.(load|loads|Unpickler|open)$"

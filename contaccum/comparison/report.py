@@ -131,9 +131,6 @@ def _unfair(plan: Plan, results: Results) -> list[str]:
     return sorted(said)
 
 
-# The report to read --------------------------------------------------------------------------------------------------
-
-
 def markdown(report: Mapping[str, Any]) -> str:
     """report.md: what was compared, what came out, what it cost."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -38,8 +38,6 @@ from contaccum.version import __version__
 
 Job = dict[str, Any]
 
-# Jobs ----------------------------------------------------------------------------------------------------------------
-
 
 def about_sets(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What a report says of each set that is scored; raises `UserError` for none, two of one name, or one to mend.
@@ -96,9 +94,6 @@ def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
     return results
 
 
-# The process ---------------------------------------------------------------------------------------------------------
-
-
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train and score as a job says."""
     folder, evaluation = Path(job["folder"]), job["evaluation"]
@@ -152,9 +147,6 @@ def _data_order(args: Any, data: Any) -> str:
     by_size = args.avoids_duplicates or args.own_batch_sampler or args.dataloader_drop_last
     size = args.per_device_train_batch_size if by_size or isinstance(data.dataset, dict) else None
     return fingerprint(data.fingerprint, args.order_seed, size)
-
-
-# Its parent ----------------------------------------------------------------------------------------------------------
 
 
 def run_jobs(

@@ -151,8 +151,6 @@ def score_of(text: str) -> int:
         raise Fault("score is not an integer", f"found {quoted(text)}") from None
 
 
-# Public sets by name --------------------------------------------------------------------------------------------------
-
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
 
 # The column "md5" of the table of data sets in the README of github.com/beir-cellar/beir. Of four more their owners ask

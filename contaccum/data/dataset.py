@@ -118,8 +118,6 @@ def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
     return np.column_stack([np.repeat(kept, each), which])
 
 
-# Several sets --------------------------------------------------------------------------------------------------------
-
 SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
 """What may be said of one set, and the arguments of `load_training_data` that it becomes."""
 
@@ -201,8 +199,6 @@ def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> tuple[st
     file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name)
     return how.pop("name", file), how
 
-
-# The cache -----------------------------------------------------------------------------------------------------------
 
 _ABOUT, _PAIRS = "about.json", "pairs.int64"
 

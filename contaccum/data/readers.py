@@ -177,9 +177,6 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     raise DataError(one_line(f"{path}: {what} (set --data_columns or --data_format)"))
 
 
-# Records of named fields ---------------------------------------------------------------------------------------------
-
-
 def parse_columns(given: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
     """{role: name of the column}, from a mapping, from ``ROLE=NAME`` words or from one word that is a JSON object;
     raises `ConfigError` for a role that `FIELDS` does not have, or words that are neither."""
@@ -258,8 +255,6 @@ def _text_triple(line: str) -> Record:
     query, positive, negative = (text_of(*pair) for pair in zip(cells, FIELDS, strict=False))
     return Record(query, [positive.strip()], [negative.strip()])
 
-
-# Passages and questions ----------------------------------------------------------------------------------------------
 
 _IDS, _TEXTS = ("_id", "id", "docid", "doc_id", "pid", "passage_id"), ("text", "passage", "contents")
 

@@ -110,9 +110,6 @@ def broken(file: AnyPath, line: int, fault: Fault, mend: str) -> DataError:
     return DataError(one_line(f"{file}:{line}: {fault} ({mend})"))
 
 
-# Values --------------------------------------------------------------------------------------------------------------
-
-
 def one_line(text: str) -> str:
     """`text` with every line break and unprintable character folded to one space."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
@@ -161,9 +158,6 @@ def cells_of(line: str, wanted: int, separator: str | None = "\t") -> list[str]:
     if len(cells) != wanted:
         raise Fault(f"not {wanted} columns", f"found {len(cells)}")
     return cells
-
-
-# Rows of files -------------------------------------------------------------------------------------------------------
 
 
 def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:

@@ -220,9 +220,6 @@ def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list
         yield {name: values for name, values in texts.items() if name not in LABELS}
 
 
-# Ids and known positives ---------------------------------------------------------------------------------------------
-
-
 def text_ids(texts: Iterable[Any]) -> np.ndarray:
     """Eight bytes of each text, as int64 (k,): of ten million, two share theirs with a probability of 3e-6."""
     hashes = [blake2b(str(text).encode("utf-8"), digest_size=8).digest() for text in texts]

@@ -78,9 +78,6 @@ def load_data(
     return load_beir_folder(resolve_beir_data(os.fspath(given), split), split, on_bad_record)
 
 
-# Searching with a model ----------------------------------------------------------------------------------------------
-
-
 def search(
     model: Any,
     corpus: Mapping[str, Mapping[str, str]],
@@ -143,9 +140,6 @@ def plan_search(
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
         "precision": precision,
     }
-
-
-# Several sets --------------------------------------------------------------------------------------------------------
 
 
 class EvaluationSet(NamedTuple):

@@ -69,9 +69,6 @@ def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(docid, hits[docid]) for _, docid in sorted(zip(rounded, hits, strict=True), reverse=True)]
 
 
-# Names of metrics ----------------------------------------------------------------------------------------------------
-
-
 def metric_names(k_values: Sequence[int]) -> list[str]:
     """The names of all metrics that :func:`score_run` gives, in its order."""
     return [f"{kind}@{k}" for kind in _KINDS for k in k_values]
@@ -111,9 +108,6 @@ def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
     if not k_values or min(k_values) < 1:
         raise ConfigError(f"k_values must be whole numbers of at least 1, such as 10 100, not {list(k_values)}")
     return tuple(sorted(set(k_values)))
-
-
-# Significance --------------------------------------------------------------------------------------------------------
 
 
 def paired_bootstrap(

@@ -85,9 +85,6 @@ def load_passages(path: Path, report: RecordReport, wanted: set[str] | None = No
     return found
 
 
-# Answers -------------------------------------------------------------------------------------------------------------
-
-
 def answer_finder(answers: Sequence[str], match: Match = "string") -> Callable[[str], bool]:
     """A test of passages: whether any of the answers is in the text.
 

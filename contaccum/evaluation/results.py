@@ -108,9 +108,6 @@ def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     )
 
 
-# Runs in TREC format ------------------------------------------------------------------------------------------------
-
-
 def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
     """Lines ``qid Q0 docid rank score tag`` of (qid, {docid: score}), in trec_eval's order (ties by id, descending).
 

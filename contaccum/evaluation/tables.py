@@ -37,9 +37,6 @@ def _shown(cell: Any) -> str:
     return "" if cell is None else str(cell).replace("|", r"\|")
 
 
-# The sets ------------------------------------------------------------------------------------------------------------
-
-
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
     """A row for each set, from its record; the twelve parts of CQADupStack are one, in which each counts alike."""
     rows: list[Row] = []
@@ -65,9 +62,6 @@ def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
 def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Every metric's mean over rows, each of which counts alike."""
     return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
-
-
-# Earlier results -----------------------------------------------------------------------------------------------------
 
 
 def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[str, Scores]:

@@ -86,9 +86,6 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     )
 
 
-# What lies at a path -------------------------------------------------------------------------------------------------
-
-
 def _read_source(path: Path) -> Iterator[Source]:
     """What the path holds, known by what lies there: one thing, or the results of an evaluation of several sets."""
     content = read_json(path) if path.is_file() else {}
@@ -116,9 +113,6 @@ def read_comparison(path: Path) -> Source:
 def _log(path: Path) -> Log:
     """The records of a log, none where there is no file; a last line that a kill cut short is left out."""
     return read_log(path, path.read_bytes().count(b"\n")) if path.is_file() else []
-
-
-# Training runs -------------------------------------------------------------------------------------------------------
 
 
 def _training(runs: Sequence[Source]) -> dict[str, Any]:
@@ -156,9 +150,6 @@ def _warnings(logs: Mapping[str, Log]) -> list[str]:
     return lines
 
 
-# Evaluations ---------------------------------------------------------------------------------------------------------
-
-
 def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict[str, Any]]:
     """For each data set its results, the metrics that all have, and each result beside the first."""
     known = dict.fromkeys(name for one in evaluations for name in one.record["metrics"])
@@ -182,9 +173,6 @@ def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict
     return sections
 
 
-# Comparisons ---------------------------------------------------------------------------------------------------------
-
-
 def comparison_panels(one: Source) -> list[Panel]:
     """Curves of the main metric by update and by second, and of the runs' logs, each setting's seeds together."""
     main, title = next(iter(METRICS.items()))
@@ -201,8 +189,6 @@ def comparison_panels(one: Source) -> list[Panel]:
 def _label(group: Mapping[str, Any]) -> str:
     return ", ".join([group["entry"], *(f"{key}={value}" for key, value in group["labels"].items())])
 
-
-# Pictures -------------------------------------------------------------------------------------------------------------
 
 _INK = "#010203"  # text and axes, for which the page puts its own colour
 _STYLE: Any = {  # the keys' own type is a list of all of them

@@ -105,9 +105,6 @@ def encode_texts(
     return embeddings[[place[text] for text in texts]]
 
 
-# What identifies them ------------------------------------------------------------------------------------------------
-
-
 def metric_of(model: Any, score_function: str | None = None) -> Metric:
     """What embeddings are compared by; None is the model's own similarity, cosine where it has none.
 

@@ -173,9 +173,6 @@ def _as_text(value: Any) -> str:
     return text.lower() if isinstance(value, bool) else text
 
 
-# Loading -------------------------------------------------------------------------------------------------------------
-
-
 def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
     """The training data that the arguments name."""
     to_come = args.refresh_negatives_every is not None

@@ -286,9 +286,6 @@ def longest_rows(dataset: Any, n: int) -> list[dict[str, Any]]:
     return [{column: texts[i % len(texts)] for column, texts in longest.items()} | of_set for i in range(n)]
 
 
-# What is used --------------------------------------------------------------------------------------------------------
-
-
 def random_states() -> tuple[Any, ...]:
     """The states of every random number generator that training draws from: Python's, numpy's, torch's."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

@@ -131,9 +131,6 @@ def test_the_example_of_several_sets_trains(
     assert {one["name"]: one["rows"] for one in data["sets"]} == {"pairs": 20, "faq": 20, "mined": 20}
 
 
-# Several processes ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places: Path, tmp_path: Path) -> None:
     """By the line of docs/scaling.md for one host."""

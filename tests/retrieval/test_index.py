@@ -99,9 +99,6 @@ def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slice
     assert index.gpus == 2 and [one.ntotal for one in sent] == [2100, 900]
 
 
-# Other indexes -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("factory", ["HNSW32", "IVF4,Flat", "SQ8", "PCA15,Flat", "IVF4,Flat,RFlat", "Flat"])
 @pytest.mark.parametrize("metric", ["cos", "dot"])
 def test_every_kind_of_index_finds_a_document_by_itself(factory, metric):
@@ -147,9 +144,6 @@ def test_an_index_that_cannot_work_is_refused_with_the_reason(factory, parameter
     with pytest.raises(ConfigError, match=words) as caught:
         build_index(vectors(100), factory, parameters=parameters)
     assert "\n" not in str(caught.value) and ".cpp" not in str(caught.value)
-
-
-# An index as a file --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

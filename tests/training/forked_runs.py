@@ -162,8 +162,6 @@ def kill(kills: int) -> dict[str, Any]:
     return {"codes": codes, "killed": killed, "reached": reached, "folders": [folder.name for folder in folders]}
 
 
-# Ranks ---------------------------------------------------------------------------------------------------------------
-
 CASES: dict[str, dict[str, Any]] = {
     "in_batch": {"method": "in_batch", "gradient_accumulation_steps": 1},
     "grad_accum": {"method": "grad_accum", "negatives": 1},

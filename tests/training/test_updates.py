@@ -15,8 +15,6 @@ from tiny_runs import SAVES, differing, log_of, pairs, state_of
 from contaccum.errors import UserError
 from contaccum.training import updates
 
-# Memory --------------------------------------------------------------------------------------------------------------
-
 
 def runs_out(trainer: Any, place: str, visits: set[int], fits: int) -> None:
     """Memory runs out at the given visits of a place with more rows than fit."""
@@ -146,9 +144,6 @@ def test_a_host_is_never_asked_for_more_than_it_has(
     monkeypatch.setattr(updates, "_room_on_host", lambda: 600.0)
     trainer.updates.find_micro_batch()
     assert sizes == [1, 2, 3, 4, 6] and trainer.args.per_device_train_batch_size == 6  # though 12 would not have failed
-
-
-# Numbers that are not finite -----------------------------------------------------------------------------------------
 
 
 def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
