@@ -167,6 +167,11 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def provenance() -> dict[str, Any]:
+    """What wrote a record: {"versions": of packages, "git_commit": of the checkout or None}."""
+    return {"versions": package_versions(), "git_commit": git_commit()}
+
+
 def git_commit() -> str | None:
     """The commit of the checkout that contaccum runs from; None when it is installed, or git cannot tell."""
     root = Path(__file__).resolve().parents[1]

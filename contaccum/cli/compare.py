@@ -10,7 +10,7 @@ from pathlib import Path
 
 from contaccum.cli.options import PRECISIONS, Parser, positive
 from contaccum.errors import ConfigError
-from contaccum.files import git_commit, package_versions, redact, write_json, write_text
+from contaccum.files import provenance, redact, write_json, write_text
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,8 +63,7 @@ def run(argv: Sequence[str]) -> int:
         "command": shlex.join(["contaccum", "compare", *argv]),
         "settings": {"options": {key: " ".join(x) for key, x in options.items()}, "evaluation": evaluation},
         "data": {"evaluation": sets, "train": sorted({job["identity"]["train_data"] for job in jobs})},
-        "versions": package_versions(),
-        "git_commit": git_commit(),
+        **provenance(),
     }
     report = redact(build_report(plan, read_results(jobs), failed, about))
     write_json(output / "report.json", report)

@@ -8,7 +8,7 @@ from typing import Any
 
 from contaccum.cli.options import MODEL, Parser, load_model
 from contaccum.errors import ConfigError
-from contaccum.files import git_commit, package_versions
+from contaccum.files import provenance
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +50,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         "model": {"name": args.model, "fingerprint": model_fingerprint(model)},
         "tokenisation": tokenisation_fingerprint(model),
         "cross_encoder": {"name": args.cross_encoder, "fingerprint": model_fingerprint(cross_encoder)},
-        "versions": package_versions(),
-        "git_commit": git_commit(),
+        **provenance(),
     }
     search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size", "precision")}
     search |= {"cross_encoder": cross_encoder, "show_progress": not args.no_progress}

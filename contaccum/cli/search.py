@@ -14,7 +14,7 @@ from typing import Any
 
 from contaccum.cli.options import MODEL, Parser, load_model, positive
 from contaccum.errors import ConfigError, DataError
-from contaccum.files import git_commit, package_versions, require_writable, write_json, write_text
+from contaccum.files import provenance, require_writable, write_json, write_text
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +62,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         "model": {"name": store.about.get("model_name"), "similarity": index.metric},
         "queries": {"path": str(args.queries), "count": len(names)},
         "search": about,
-        "versions": package_versions(),
-        "git_commit": git_commit(),
+        **provenance(),
     }
     write_json(args.output.with_suffix(".json"), record)
     print(f"{len(names):,} queries over {len(store):,} rows in {seconds:,.1f} s; recall: {about['recall'] or 'exact'}")

@@ -29,7 +29,7 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import about_data, evaluate_beir
 from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.files import fingerprint, git_commit, package_versions, read_json, redact, write_json
+from contaccum.files import fingerprint, provenance, read_json, redact, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training.config import load_data, load_mining_data_of, load_model, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
@@ -137,8 +137,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "curve": curve,
         "evaluations": {x.data["name"]: {"metrics": x.metrics, "per_query": x.per_query} for x in results},
         "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "threads": torch.get_num_threads(), "gpu": gpu},
-        "versions": package_versions(),
-        "git_commit": git_commit(),
+        **provenance(),
     }
 
 

@@ -152,7 +152,7 @@ class StoreWriter:
             about = None
         if about is None:
             about = {**_HEAD, "finished": False, **identity, **(notes or {})}
-            about |= {"versions": files.package_versions(), "git_commit": files.git_commit()}
+            about |= files.provenance()
             files.write_json(self.folder / ABOUT, about)
         if other := [name for name, value in json.loads(json.dumps(identity)).items() if about.get(name) != value]:
             raise UserError(f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})")

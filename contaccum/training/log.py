@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import DataError
-from contaccum.files import git_commit, package_versions, write_text
+from contaccum.files import provenance, write_text
 
 TRAIN_LOG = "train_log.jsonl"
 EVAL_LOG = "eval_log.jsonl"
@@ -80,8 +80,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         },
         **({"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}),
         "arguments": trainer.given_arguments,
-        "versions": package_versions(),
-        "git_commit": git_commit(),
+        **provenance(),
     }
 
 
