@@ -7,6 +7,8 @@ same order. Without a process group each of them is the identity.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
@@ -25,11 +27,11 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of every rank's ``value``."""
+def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
+    """The sum, the least or the greatest of every rank's ``value``."""
     if world_size() > 1:
         value = value.clone()
-        dist.all_reduce(value)
+        dist.all_reduce(value, getattr(dist.ReduceOp, op))
     return value
 
 

@@ -26,6 +26,7 @@ from sentence_transformers.util import import_from_string
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from contaccum.data.records import passage_text
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, read_json
 
@@ -131,7 +132,7 @@ class DualEncoder(SentenceTransformer):
 
     def encode_corpus(self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any) -> Any:
         """Embed passages, as BEIR calls it: (len(corpus), d). A passage is its "title" if any, a space, its "text"."""
-        texts = [f"{doc.get('title') or ''} {doc.get('text') or ''}".strip() for doc in corpus]
+        texts = [passage_text(doc.get("title") or "", doc.get("text") or "") for doc in corpus]
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
 
 

@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from contaccum.distributed import sum_over_ranks, world_size
+from contaccum.distributed import over_ranks, world_size
 from contaccum.encoders import is_tied, tower
 
 
@@ -62,7 +62,7 @@ class TowerGradNorms:
         # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
         squares = sorted(self._squares.items(), reverse=True)  # in one order on all ranks
         self._squares = {}
-        return {name: sum_over_ranks(square).sqrt() / world_size() for name, square in squares}
+        return {name: over_ranks("SUM", square).sqrt() / world_size() for name, square in squares}
 
     def _weight_norms(self) -> dict[str, Tensor]:
         gradients = {name: [p.grad for p in every if p.grad is not None] for name, every in self._parameters.items()}

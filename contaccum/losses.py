@@ -16,7 +16,6 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contaccum.distributed import gather_states, rank, world_size
@@ -256,13 +255,12 @@ class TextProbe:
     """A few training pairs, kept as the tokenizer gave them, to be encoded again as the encoder learns.
 
     They are the first pairs of a micro-batch, of all ranks that share a bank: ``PROBE_TEXTS`` together, one of each at
-    least. Every rank knows them all and encodes its share. Only tensors and numbers are stored; what a column has
-    beside them (the ``task`` that a Router goes by) comes with each micro-batch.
+    least. Every rank knows them all, a part from each of them, and encodes its share of the parts. Only tensors and
+    numbers are stored; what a column has beside them (the ``task`` that a Router goes by) comes with each micro-batch.
     """
 
-    def __init__(self, columns: list[dict[str, Tensor]], shared: bool) -> None:
-        self.columns, self.shared = columns, shared  # queries and passages
-        self.texts = len(columns[0]["input_ids"])
+    def __init__(self, parts: list[list[dict[str, Tensor]]], shared: bool) -> None:
+        self.parts, self.shared = parts, shared  # queries and passages of each
 
     @classmethod
     def of(cls, features: list[dict[str, Any]], shared: bool) -> TextProbe | None:
@@ -270,11 +268,11 @@ class TextProbe:
         wanted = -(-PROBE_TEXTS // world_size()) if shared else PROBE_TEXTS
         tokens = [column.get("input_ids") for column in features[:2]]
         fits = all(isinstance(x, Tensor) and x.ndim == 2 for x in tokens)
-        given = [[_first_rows(column, wanted) if fits else {}] for column in features[:2]]
+        parts = [[_first_rows(column, wanted) if fits else {} for column in features[:2]]]
         if shared:
             device = next(x.device for column in features for x in column.values() if isinstance(x, Tensor))
-            given = [gather_states(column, device) for (column,) in given]
-        return cls([_joined(parts) for parts in given], shared) if all(given[0] + given[1]) else None
+            parts = [list(part) for part in zip(*(gather_states(x, device) for x in parts[0]), strict=True)]
+        return cls(parts, shared) if all(x for part in parts for x in part) else None
 
     def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
         """Embeddings of this rank's share, queries and passages: (S, d) each, without dropout or any random number.
@@ -282,17 +280,18 @@ class TextProbe:
         All ranks that share call it together, with the ``features`` of the present micro-batch.
         """
         ranks, own = (world_size(), rank()) if self.shared else (1, 0)
-        first, end = (self.texts * r // ranks for r in (own, own + 1))
-        rows = slice(first, end) if first < end else slice(1)  # FSDP's forward passes are collectives: nobody skips one
+        first, end = (len(self.parts) * r // ranks for r in (own, own + 1))
         device, found = next(model.parameters()).device, []
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            for column, present in zip(self.columns, features, strict=False):
-                texts = {key: x[rows] if len(x.shape) and len(x) == self.texts else x for key, x in column.items()}
-                stored = {key: x.to(device) if x.ndim else x.item() for key, x in texts.items()}
-                with torch.no_grad():
-                    found.append(model({**present, **stored})["sentence_embedding"].detach().clone()[: end - first])
+            for column, present in enumerate(features[:2]):
+                embeddings = []
+                for part in self.parts[first : max(end, first + 1)]:  # FSDP's forwards are collectives: none skips them
+                    stored = {key: x.to(device) if x.ndim else x.item() for key, x in part[column].items()}
+                    with torch.no_grad():
+                        embeddings.append(model({**present, **stored})["sentence_embedding"].detach().clone())
+                found.append(torch.cat(embeddings)[: None if end > first else 0])
         finally:
             for module, training in modes:
                 module.training = training
@@ -300,12 +299,16 @@ class TextProbe:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All texts, the same on every rank."""
-        return {f"{i}.{key}": x for i, column in enumerate(self.columns) for key, x in column.items()}
+        return {f"{i}.{j}.{key}": x for i, part in enumerate(self.parts) for j in (0, 1) for key, x in part[j].items()}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
         """What :meth:`state_dict` gave, on any number of ranks."""
-        return cls([{key[2:]: x for key, x in state.items() if key.startswith(f"{i}.")} for i in (0, 1)], shared)
+        parts: dict[int, list[dict[str, Tensor]]] = {}
+        for name, x in state.items():
+            part, column, key = name.split(".", 2)
+            parts.setdefault(int(part), [{}, {}])[int(column)][key] = x
+        return cls([parts[i] for i in sorted(parts)], shared)
 
 
 def _first_rows(column: dict[str, Any], rows: int) -> dict[str, Tensor]:
@@ -313,16 +316,6 @@ def _first_rows(column: dict[str, Any], rows: int) -> dict[str, Tensor]:
     n = len(column["input_ids"])
     tensors = {key: torch.as_tensor(x) for key, x in column.items() if isinstance(x, (Tensor, int, float))}
     return {key: x[:rows].clone() if x.ndim and len(x) == n else x for key, x in tensors.items()}
-
-
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Texts of several ranks as one column, padded with zeros to one length, which no attention mask shows."""
-    joined = dict(parts[0])
-    for key in [key for key, x in joined.items() if x.ndim == 2]:
-        rows = [part[key] for part in parts]
-        length = max(x.shape[1] for x in rows)
-        joined[key] = torch.cat([pad(x, (0, length - x.shape[1])) for x in rows])
-    return joined
 
 
 def token_hashes(features: dict[str, Any]) -> Tensor | None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from contaccum.data import RecordReport, read_passages
-from contaccum.files import git_commit, package_versions, write_json
+from contaccum.files import provenance, write_json
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 from contaccum.training.updates import peak_memory_mb
@@ -95,8 +95,8 @@ def main() -> None:
     result = measure_memory(args) if args.stub else measure_speed(args)
     print(result)
     if args.output:
-        about = {"settings": {name: str(value) for name, value in vars(args).items()}, "versions": package_versions()}
-        write_json(args.output, {**about, "git_commit": git_commit(), "result": result})
+        settings = {name: str(value) for name, value in vars(args).items()}
+        write_json(args.output, {"settings": settings, **provenance(), "result": result})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from contaccum.files import git_commit, package_versions, write_json
+from contaccum.files import provenance, write_json
 from contaccum.retrieval.index import build_index, check_factory, recall_against_exact, search
 from contaccum.retrieval.searcher import FaissSearcher, Run
 
@@ -129,7 +129,7 @@ def main() -> None:
     result = {"settings": vars(args), "result": measure(args, documents, queries)}
     print(result["result"])
     if args.output:
-        write_json(args.output, {**result, "versions": package_versions(), "git_commit": git_commit()})
+        write_json(args.output, {**result, **provenance()})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from contaccum.encoders import DualEncoder, configure
-from contaccum.files import git_commit, package_versions, write_json
+from contaccum.files import provenance, write_json
 from contaccum.training.arguments import BANK_METHODS, METHODS, ContAccumTrainingArguments
 from contaccum.training.methods import make_loss
 from contaccum.training.updates import forget_peak_memory, peak_memory_mb
@@ -189,7 +189,7 @@ def main() -> None:
         print(*(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x}" for key, x in record.items()), sep=", ")
     if options.output:
         settings = {key: value for key, value in vars(options).items() if key not in ("output", "peak_of")}
-        about = {"threads": torch.get_num_threads(), "versions": package_versions(), "git_commit": git_commit()}
+        about = {"threads": torch.get_num_threads(), **provenance()}
         write_json(options.output, {"command": shlex.join(sys.argv), "settings": settings, "records": records, **about})
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         save_strategy="no",
     )
     before = evaluate_beir(model, test).metrics["NDCG@10"]
-    trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_fingerprint=data.fingerprint)
+    trainer = ContAccumTrainer(model=model, args=args, train_dataset=data.dataset, data_record=data.record())
     trainer.train()
     trainer.save_model(options.output_dir)  # SentenceTransformer(options.output_dir) loads it
     after = evaluate_beir(model, test).metrics["NDCG@10"]

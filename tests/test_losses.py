@@ -266,7 +266,7 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(
     gathered = iter([[losses._first_rows(features[i], 3) for features in given] for i in range(2)])
     monkeypatch.setattr(losses, "gather_states", lambda own, device: next(gathered))
     probe = TextProbe.of(given[1], shared=True)
-    whole = TextProbe(probe.columns, shared=False).encode(model, given[1])
+    whole = TextProbe(probe.parts, shared=False).encode(model, given[1])
     alone = [model.eval()(dict(given[1][i]))["sentence_embedding"] for i in range(2)]
     assert [len(x) for x in whole] == [7, 7]  # 3 of 5, 3 of 3, 1 of 1
     assert all(torch.allclose(w[3:6], a, atol=1e-6) for w, a in zip(whole, alone, strict=True))

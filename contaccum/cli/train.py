@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
         print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = config.load_model(model_args, device=str(args.device))
-    about: Any = {"data_fingerprint": data.fingerprint, "data_sets": data.records(), "mining_data": mining_data}
+    about: Any = {"data_record": data.record(), "mining_data": mining_data}
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
     resume = str(args.resume_from_checkpoint or "")
     trainer.train(None if resume.lower() in ("", "false", "none") else resume)

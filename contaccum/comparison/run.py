@@ -107,7 +107,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         args.eval_strategy, args.eval_steps, args.eval_on_start = IntervalStrategy.STEPS, evaluation["updates"], True
         first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
         evaluator = RetrievalEvaluator(first, [name.lower() for name in METRICS], evaluation["batch_size"], similarity)
-    about: dict[str, Any] = {"data_fingerprint": data.fingerprint, "mining_data": load_mining_data_of(data_args, args)}
+    about: dict[str, Any] = {"data_record": data.record(), "mining_data": load_mining_data_of(data_args, args)}
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
     trainer.train()
     log = read_log(folder / TRAIN_LOG)
@@ -177,13 +177,9 @@ def run_jobs(
                 folder.mkdir(parents=True)
                 write_json(folder / "job.json", job)
                 with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
-                    given: Any = {
-                        "stdin": subprocess.PIPE,
-                        "stdout": out,
-                        "stderr": err,
-                        "env": {**os.environ, **threads},
-                    }
-                    running.append((job, subprocess.Popen([*command, str(folder / "job.json")], **given)))
+                    pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err}
+                    given = [*command, str(folder / "job.json")]
+                    running.append((job, subprocess.Popen(given, env={**os.environ, **threads}, **pipes)))
             time.sleep(0.1)
             for job, process in [pair for pair in running if pair[1].poll() is not None]:
                 running.remove((job, process))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from contaccum.data import records
 from contaccum.data.records import Fault, OnBadRecord, RecordReport, one_line, passage_text, quoted, text_of
 from contaccum.errors import DataError, closest
-from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder
+from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json
 
 _HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
@@ -153,32 +153,11 @@ def score_of(text: str) -> int:
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
 
-# The column "md5" of the table of data sets in the README of github.com/beir-cellar/beir. Of four more their owners ask
-# for a registration or a licence, so BEIR publishes no archive.
-ARCHIVE_MD5 = {
-    "msmarco": "444067daf65d982533ea17ebd59501e4",
-    "trec-covid": "ce62140cb23feb9becf6270d0d1fe6d1",
-    "nfcorpus": "a89dba18a62ef92f7d323ec890a0d38d",
-    "nq": "d4d3d2e48787a744b6f6e691ff534307",
-    "hotpotqa": "f412724f78b0d91183a0e86805e16114",
-    "fiqa": "17918ed23cd04fb15047f73e6c3bd9d9",
-    "arguana": "8ad3e3c2a5867cdced806d6503f29b99",
-    "webis-touche2020": "46f650ba5a527fc69e0a6521c5a23563",
-    "cqadupstack": "4e41456d7df8ee7760a7f866133bda78",
-    "quora": "18fb154900ba42a600f84b839c173167",
-    "dbpedia-entity": "c2a39eb420a3164af735795df012ac2c",
-    "scidocs": "38121350fc3a4d2f48850f6aff52e4a9",
-    "fever": "5a818580227bfb4b35bb6fa46d9b6c03",
-    "climate-fever": "8b66f0a9126c521bae2bde127b4dc99d",
-    "scifact": "5f7d1de60b170fc8027bb7898e2efca1",
-}
+# BEIR's public sets: of each archive the column "md5" of the table in the README of github.com/beir-cellar/beir, where
+# four more have none, as their owners ask for a licence; and the twelve sets that CQADupStack is the mean of.
+_PUBLIC = read_json(Path(__file__).parent / "beir.json")
+ARCHIVE_MD5, CQADUPSTACK_FORUMS = _PUBLIC["md5"], _PUBLIC["cqadupstack"]
 PUBLIC_NAMES = tuple(ARCHIVE_MD5)
-
-# CQADupStack is the mean over twelve sets, each a BEIR folder of its own in one archive.
-CQADUPSTACK_FORUMS = (
-    *("android", "english", "gaming", "gis", "mathematica", "physics"),
-    *("programmers", "stats", "tex", "unix", "webmasters", "wordpress"),
-)
 
 
 def default_split(name_or_path: AnyPath) -> str:

@@ -53,6 +53,11 @@ class TrainingData:
         record or in many; None: there are none."""
         return self.transform.known_positives
 
+    def record(self) -> dict[str, Any]:
+        """What a result says of it."""
+        about = {"path": self.path, "format": self.data_format, "fingerprint": self.fingerprint}
+        return about | {"rows": len(self.dataset)}
+
 
 def load_training_data(
     path: AnyPath,
@@ -137,12 +142,9 @@ class TrainingSets:
         rows = {name: part.dataset for name, part in self.parts.items()}
         return DatasetDict(rows) if len(rows) > 1 else next(iter(rows.values()))
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        """What a result says of each set, by name."""
-        return {
-            name: {"path": part.path, "format": part.data_format, "fingerprint": part.fingerprint}
-            for name, part in self.parts.items()
-        }
+    def record(self) -> dict[str, Any]:
+        """What a result says of them."""
+        return {"fingerprint": self.fingerprint, "sets": {name: part.record() for name, part in self.parts.items()}}
 
     def summary(self) -> str:
         """A line for each set: what became of its records."""

@@ -80,23 +80,22 @@ def read_records(
     return Source(path, data_format, split, columns, num_negatives).records(report or RecordReport())
 
 
+@dataclass
 class Source:
     """A file, folder or data set of a known format; arguments, and what is raised at once, as of `read_records`."""
 
-    def __init__(
-        self,
-        path: AnyPath,
-        data_format: DataFormat | None = None,
-        split: str = "train",
-        columns: Mapping[str, str] | None = None,
-        num_negatives: int | None = None,
-    ) -> None:
-        check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        self.path, self.split, self.columns = Path(path), split, parse_columns(columns)
-        self.data_format = data_format or sniff_format(path, self.columns)
-        self.num_negatives = num_negatives
+    path: Any
+    data_format: Any = None
+    split: str = "train"
+    columns: Any = None
+    num_negatives: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("data_format", self.data_format, (None, *DATA_FORMATS))
+        self.path, self.columns = Path(self.path), parse_columns(self.columns)
+        self.data_format = self.data_format or sniff_format(self.path, self.columns)
         if self.columns and self.data_format in JUDGED:
-            raise ConfigError(f"data_columns is set, but data_format={self.data_format} has no fields: {path}")
+            raise ConfigError(f"data_columns is set, but data_format={self.data_format} has no fields: {self.path}")
 
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Every record that can be used."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicatesBatchSampler
-from torch.utils.data import BatchSampler
 
 from contaccum.data.sampling import first_texts, text_ids
 
@@ -44,11 +43,16 @@ class _HashedRows:
         return dict(enumerate(self._hashes[row].tolist()))
 
 
-def make_batch_sampler(args: Any, dataset: Any, *, seed: int = 0, **given: Any) -> BatchSampler | None:
-    """The sampler that the arguments ask for; None where it is sentence-transformers' own or the user's."""
-    if args.own_batch_sampler or not hasattr(dataset, "__len__"):
-        return None
-    if args.avoids_duplicates:
-        given |= {"generator": torch.Generator()}  # seeded by seed and epoch when an epoch begins
-        return NoDuplicatesBatchSampler(_HashedRows(dataset), seed=seed, **given)
-    return EpochBatchSampler(dataset, seed=seed, **given)
+class DistinctBatchSampler(NoDuplicatesBatchSampler):
+    """No text twice in a batch, by texts that stay whatever an epoch samples."""
+
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_HashedRows(dataset), *args, **kwargs | {"generator": torch.Generator()})
+
+
+RESUMING: dict[str, type[DefaultBatchSampler]] = {
+    "batch_sampler": EpochBatchSampler,
+    "no_duplicates": DistinctBatchSampler,
+    "no_duplicates_hashed": DistinctBatchSampler,
+}
+"""What takes the place of a `BatchSamplers` of sentence-transformers, by name."""

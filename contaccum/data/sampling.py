@@ -119,7 +119,7 @@ class EpochSampling:
         numbers = [int(number) for number in batch[names[0]]] if names else []
         rows, labels = [], []
         for number, (query, positives, negatives, which) in zip(numbers, self._read(numbers), strict=True):
-            rng = row_generator(int(self._clock[0]), self.epoch, number)
+            rng = np.random.default_rng([int(self._clock[0]) & (2**64 - 1), self.epoch, number])
             positive, texts = self._selection.sample(rng, positives, negatives, which)
             if len(texts) < len(self.columns) - 2:
                 texts = self._filled(rng, query, positive, texts)
@@ -138,10 +138,12 @@ class EpochSampling:
         rows = [[query, found[which], *[*rest, *[None] * h][:h]] for query, found, rest, which in self._read(numbers)]
         return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
 
-    def further_positives(self, number: int) -> list[str]:
-        """What else a row may take as its positive."""
-        _, positives, _, _ = self._read([number])[0]
-        return list(dict.fromkeys(positives))[1:] if self._selection.positives == "draw" else []
+    def pairs(self) -> Iterator[dict[str, Any]]:
+        """Of each row its query, and its positive before those that it may take instead."""
+        for start in range(0, len(self), 1000):
+            for query, positives, _, which in self._read([*range(start, min(start + 1000, len(self)))]):
+                others = positives if self._selection.positives == "draw" else []
+                yield {"query": query, "positive": [positives[which], *others]}
 
     def _read(self, numbers: list[int]) -> list[tuple[str, list[str], list[str], int]]:
         """Query, positives and negatives of each row's record, and which positive is the row's."""
@@ -176,11 +178,6 @@ class EpochSampling:
             raise DataError("a query without negatives, and no passage that could be one (set num_hard_negatives to 0)")
         # In a tiny set there may be too few other passages: then one is there twice.
         return [found[place % len(found)] for place in range(wanted)]
-
-
-def row_generator(seed: int, epoch: int, number: int) -> np.random.Generator:
-    """The random numbers of a row in an epoch."""
-    return np.random.default_rng([seed & (2**64 - 1), epoch, number])
 
 
 def as_rows(sampling: EpochSampling) -> Dataset:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from contaccum.data.records import Fault, RecordReport, quoted, read_lines, take
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import trec_order
-from contaccum.files import git_commit, package_versions, read_json, redact, write_text
+from contaccum.files import provenance, read_json, redact, write_text
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
@@ -51,13 +51,11 @@ class EvaluationResult:
     tokenisation: str | None = None
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
-    versions: dict[str, str] = field(default_factory=package_versions)
-    git_commit: str | None = field(default_factory=git_commit)
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     def record(self) -> dict[str, Any]:
-        """What the JSON file holds: every attribute but the run."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "run"}
+        """What the JSON file holds: every attribute but the run, and what wrote it."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "run"} | provenance()
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:

@@ -19,6 +19,7 @@ import torch
 
 from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import beir_file
+from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
@@ -48,11 +49,10 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         report.restore(vars(questions.report))
         yield from (Passage(name, "", text) for name, text in questions.texts.items())
         return
-    known: np.ndarray = np.empty(0, dtype=np.uint64)
+    known: np.ndarray = np.empty(0, dtype=np.int64)
     passages = read_passages(path, report)
     while block := list(islice(passages, _IDS_AT_A_TIME)):
-        digests = [hashlib.blake2b(passage.id.encode(), digest_size=8).digest() for passage in block]
-        hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
+        hashes = text_ids(passage.id for passage in block)
         known = np.sort(np.concatenate([known, hashes]), kind="stable")  # merges runs, in linear time
         again = known[1:][known[1:] == known[:-1]]
         if len(again):

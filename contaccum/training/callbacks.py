@@ -19,16 +19,10 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from contaccum.distributed import sum_over_ranks
+from contaccum.distributed import over_ranks
 from contaccum.files import write_json
 from contaccum.training import log
-from contaccum.training.updates import (
-    forget_peak_memory,
-    least_over_ranks,
-    peak_memory_mb,
-    random_states,
-    set_random_states,
-)
+from contaccum.training.updates import forget_peak_memory, peak_memory_mb, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +69,7 @@ class UpdateCallback(TrainerCallback):
         record: dict[str, Any] = {
             "update": state.global_step,
             "epoch": round(float(state.epoch or 0), 6),
-            "loss": float(sum_over_ranks(torch.stack(update.losses).sum())) / trainer.args.world_size,
+            "loss": float(over_ranks("SUM", torch.stack(update.losses).sum())) / trainer.args.world_size,
             "learning_rate": update.learning_rate,
             **update.norms,
             "bank_fill": sum(int(loss.last.get("bank_fill", 0)) for loss in losses),
@@ -171,7 +165,8 @@ class SignalCallback(TrainerCallback):
         print(f"contaccum: {name}: saving a checkpoint after this update; a second ends at once", file=sys.stderr)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.received = -least_over_ranks(-self.received, args.device)  # ranks stop together, where one was asked to
+        # Ranks stop together, where one was asked to.
+        self.received = int(over_ranks("MAX", torch.tensor(self.received, device=args.device)))
         if self.received:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

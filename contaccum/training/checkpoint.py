@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from contaccum.errors import DataError, UserError
@@ -71,11 +70,6 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [Path(path) for path in reversed(sort_checkpoints(str(folder)))]
 
 
-def state_of(folder: str | os.PathLike[str]) -> TrainerState:
-    """transformers' own state of the run that wrote a checkpoint."""
-    return TrainerState.load_from_json(os.path.join(folder, "trainer_state.json"))
-
-
 def choose_checkpoint(asked: str, args: ContAccumTrainingArguments, settings: Mapping[str, Any]) -> str | None:
     """The checkpoint to go on from: ``last`` (or ``True``), ``auto`` or a folder; None for ``auto`` without any.
 
@@ -106,9 +100,9 @@ def choose_checkpoint(asked: str, args: ContAccumTrainingArguments, settings: Ma
     return str(path)
 
 
-def ended_with(checkpoint: str, args: ContAccumTrainingArguments) -> str | None:
-    """The model of a run that ended with a checkpoint, where transformers would do another update; None: it did not."""
-    state: Any = state_of(checkpoint)
+def ended_with(checkpoint: str, state: Any, args: ContAccumTrainingArguments) -> str | None:
+    """The model of a run that ended with a checkpoint and its state, where transformers would do another update; None:
+    it did not end."""
     kept = state.stateful_callbacks.get("EvaluationCallback", {}).get("attributes", {})
     lost = kept.get("early_stopping_patience_counter", 0)
     stopped = args.early_stopping_patience is not None and lost >= args.early_stopping_patience

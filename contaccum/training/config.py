@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -254,8 +253,6 @@ def _is_sentence_transformer(name: str) -> bool:
 
     from contaccum.encoders import require_model
 
-    if os.path.isdir(name):
-        return (Path(name) / "modules.json").is_file()
     require_model(name)
     try:
         return is_sentence_transformer_model(name)

@@ -62,12 +62,7 @@ def keep_log_until(path: Path, update: int) -> None:
 def run_record(trainer: Any) -> dict[str, Any]:
     """The content of ``run.json``: what the run is, so that it can be repeated."""
     args, evaluator = trainer.args, trainer.evaluator
-    data: dict[str, Any] = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset)}
-    if isinstance(trainer.train_dataset, dict):
-        parts = trainer.train_dataset.items()
-        data["sets"] = [
-            {"name": name, **trainer.data_sets.get(name, {}), "rows": rows_of(part)} for name, part in parts
-        ]
+    data = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset), **trainer.data_record}
     return {
         "method": args.method,
         "seed": args.seed,

@@ -8,14 +8,14 @@ what a loader has read ahead is older than the last refresh. Nothing here knows 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from contaccum.data.sampling import EpochSampling, first_texts, samplings_of, text_ids, with_row_numbers
+from contaccum.data.sampling import first_texts, samplings_of, text_ids, with_row_numbers
 from contaccum.distributed import from_first_rank
 from contaccum.errors import ConfigError, UserError
 
@@ -40,7 +40,7 @@ class NegativeRefresh:
         (self.sampling,) = samplings_of(dataset)
         self.sampling.gives_numbers = True
         self.args, self.columns = args, [name for name in dataset.column_names if name.startswith("negative_")]
-        self.data = load_mining_data(_records(dataset, self.sampling)) if data is None else data
+        self.data = load_mining_data(self.sampling.pairs()) if data is None else data
         batches = list(first_texts(dataset))
         place: dict[Any, int] = {text: number for number, text in enumerate(self.data.queries)}
         found = [place.get(query, -1) for batch in batches for query in batch["query"]]
@@ -144,10 +144,3 @@ def with_refresh(
         )
     dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
     return dataset, NegativeRefresh(args, dataset, data)
-
-
-def _records(dataset: Any, sampling: EpochSampling) -> Iterator[dict[str, Any]]:
-    """Rows with all the positives that they know, the row's own first."""
-    rows = (row for batch in first_texts(dataset) for row in zip(batch["query"], batch["positive"], strict=True))
-    for number, (query, positive) in enumerate(rows):
-        yield {"query": query, "positive": [positive, *sampling.further_positives(number)]}

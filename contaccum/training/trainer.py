@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import DataLoader
+from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from contaccum.data.samplers import make_batch_sampler
+from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import loading
 from contaccum.errors import ConfigError, UserError
@@ -51,7 +52,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args: :class:`ContAccumTrainingArguments`.
         train_dataset: columns in order query, positive, then any number of negatives.
         loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
-        data_fingerprint, data_sets: for ``run.json``: the hash of the texts (None: computed), and records by set.
+        data_record: what ``run.json`` says of the data beside the rows, a ``fingerprint`` of the texts at least (None:
+            computed); ``TrainingData.record()`` for instance.
         mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
         Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a :class:`RetrievalEvaluator`.
 
@@ -82,9 +84,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         eval_dataset: Any = None,
         loss: Any = None,
         *,
-        data_fingerprint: str | None = None,
+        data_record: Mapping[str, Any] | None = None,
         mining_data: MiningData | None = None,
-        data_sets: Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
@@ -98,7 +99,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         check_columns(args, loss, columns)
         settle_parameters(args, model, loss)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
-        self.data_fingerprint, self.data_sets = data_fingerprint, data_sets or {}
+        self.data_record = dict(data_record or {})
         self.batch_sampler: Any = None
         self._checkpoint: str | None = None
         super().__init__(
@@ -125,13 +126,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def fingerprint(self) -> str | None:
         """Of the training data: as given, or else computed once from its texts; None for a stream."""
-        if self.data_fingerprint is None and rows_of(self.train_dataset) is not None:
+        if "fingerprint" not in self.data_record and rows_of(self.train_dataset) is not None:
             parts = self.train_dataset.values() if isinstance(self.train_dataset, dict) else [self.train_dataset]
             found = Fingerprint()
             for batch in (batch for part in parts for batch in first_texts(part)):
                 found.add(*(text for row in zip(*batch.values(), strict=True) for text in row))
-            self.data_fingerprint = found.hex()
-        return self.data_fingerprint
+            self.data_record["fingerprint"] = found.hex()
+        return self.data_record.get("fingerprint")
 
     def _settle_metric(self) -> None:
         """What is best is measured by the evaluator, where there is one."""
@@ -157,9 +158,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self._checkpoint is not None:
             if args.finds_micro_batch:  # once a run: what is trained depends on it
                 self.updates.take_micro_batch(checkpoint.facts_of(self._checkpoint)["micro_batch"])
-            ended = checkpoint.ended_with(self._checkpoint, args)
+            state = TrainerState.load_from_json(str(Path(self._checkpoint) / "trainer_state.json"))
+            ended = checkpoint.ended_with(self._checkpoint, state, args)
             if ended is not None:
-                self.state = checkpoint.state_of(self._checkpoint)
+                self.state = state
                 self._load_from_checkpoint(ended)
                 return TrainOutput(self.state.global_step, 0.0, {})
         try:
@@ -178,33 +180,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Batches in an order that depends on seed and epoch alone, so that a resumed run goes on with it."""
         if self.args.finds_micro_batch:  # gradient checkpointing is on by now, and nobody has asked for sizes yet
             self.updates.find_micro_batch()
-        args, data = self.args, cast(Any, self.train_dataset)
-        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-        common: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in names}
-        common["collate_fn"] = self.data_collator
-        if isinstance(data, IterableDataset):
+        args: Any = self.args
+        if isinstance(self.train_dataset, IterableDataset):
             # Each rank reads all rows and takes its own; accelerate would have one rank tokenize for all.
             self.accelerator.dataloader_config.dispatch_batches = False
-            loader = DataLoader(data, args.train_batch_size, **common)
-        else:
-            parts: dict[Any, Any] = dict(data) if isinstance(data, dict) else {None: data}
-            given: Any = {"batch_size": args.train_batch_size, "drop_last": args.dataloader_drop_last}
-            given |= {"valid_label_columns": self.data_collator.valid_label_columns, "seed": args.order_seed}
-            given["generator"] = torch.Generator().manual_seed(args.order_seed)
-            samplers: list[Any] = [
-                make_batch_sampler(args, part, **given) or self.get_batch_sampler(part, **given)
-                for part in parts.values()
-            ]
-            self.batch_sampler, rows = samplers[0], data
-            if isinstance(data, dict):
-                rows = ConcatDataset(list(parts.values()))
-                generator = torch.Generator()  # seeded by seed and epoch when an epoch begins
-                given = {"generator": generator, "seed": args.order_seed}
-                self.batch_sampler = self.get_multi_dataset_batch_sampler(rows, samplers, **given)
-            loader = DataLoader(rows, batch_sampler=self.batch_sampler, **common)
-        self.accelerator.even_batches = False  # the last batch must not be padded with rows of others
-        self._train_dataloader = self.accelerator.prepare(loader)
-        return self._train_dataloader
+            return super().get_train_dataloader()
+        given = args.batch_sampler, args.seed
+        args.batch_sampler, args.seed = RESUMING.get(name_of(given[0]), given[0]), args.order_seed
+        loader = super().get_train_dataloader()
+        args.batch_sampler, args.seed = given
+        self.batch_sampler = loader.batch_sampler
+        while hasattr(self.batch_sampler, "batch_sampler"):  # accelerate wraps it
+            self.batch_sampler = self.batch_sampler.batch_sampler
+        return loader
 
     def begin(self) -> None:
         """What transformers does not load of a checkpoint; called when everything else is ready."""

@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
 from contaccum.data.sampling import first_texts
-from contaccum.distributed import world_size
+from contaccum.distributed import over_ranks, world_size
 from contaccum.errors import UserError
 from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
@@ -50,11 +49,7 @@ class Update:
     norms: dict[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
     about: dict[str, Any] = field(default_factory=dict)  # what else its line in the log says
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of its micro-batches so far, on this rank."""
-        return sum(map(_rows, self.inputs))
+    pairs: int = 0  # of its micro-batches so far, on this rank
 
 
 class Updates:
@@ -83,6 +78,7 @@ class Updates:
         """
         update, trainer, first = self.present, self.trainer, len(self.present.inputs)
         update.inputs.append(inputs)
+        update.pairs += _rows(inputs)
         while True:
             if self._tower_norms is None:
                 self._tower_norms = TowerGradNorms(trainer.accelerator.unwrap_model(model))
@@ -159,7 +155,8 @@ class Updates:
         local = args.per_device_train_batch_size * args.gradient_accumulation_steps
         rows = longest_rows(self.trainer.train_dataset, local)
         for n in [n for n in range(self._least_rows, local + 1) if local % n == 0]:
-            if found and args.device.type == "cpu" and grown * n / found > _room_on_host():
+            room = 0.8 * psutil.virtual_memory().available / 2**20
+            if found and args.device.type == "cpu" and grown * n / found > room:
                 break
             forget_peak_memory(args.device)
             before = peak_memory_mb(args.device)
@@ -172,7 +169,7 @@ class Updates:
             grown, found = peak_memory_mb(args.device) - before, n
         clear_device_cache(garbage_collection=True)
         set_random_states(states)
-        found = least_over_ranks(found, args.device)
+        found = int(over_ranks("MIN", torch.tensor(found, device=args.device)))
         if not found:
             raise UserError(f"out of memory at a micro-batch of {self._least_rows}: {WHAT_ELSE}")
         self.take_micro_batch(found)
@@ -249,15 +246,6 @@ def _spoil_if_not_finite(module: nn.Module, arguments: Any, loss: Any) -> Any:
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan) if isinstance(loss, Tensor) else loss
 
 
-def least_over_ranks(value: int, device: torch.device) -> int:
-    """The least of every rank's ``value``; the value itself without a process group."""
-    if world_size() > 1:
-        shared = torch.tensor(value, device=device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MIN)
-        value = int(shared)
-    return value
-
-
 def _rows(inputs: dict[str, Any]) -> int:
     return max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.ndim)
 
@@ -322,8 +310,3 @@ def forget_peak_memory(device: torch.device | str) -> None:
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _room_on_host() -> float:
-    """MB that a micro-batch may take of the host's memory."""
-    return 0.8 * psutil.virtual_memory().available / 2**20

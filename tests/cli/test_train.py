@@ -128,7 +128,7 @@ def test_the_example_of_several_sets_trains(
     monkeypatch.chdir(tmp_path)
     assert train(places, tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, capsys.readouterr().err
     data = json.loads(Path("out/run.json").read_text())["data"]
-    assert {one["name"]: one["rows"] for one in data["sets"]} == {"pairs": 20, "faq": 20, "mined": 20}
+    assert {name: one["rows"] for name, one in data["sets"].items()} == {"pairs": 20, "faq": 20, "mined": 20}
 
 
 @pytest.mark.slow

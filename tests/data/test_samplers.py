@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -10,15 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from contaccum.data.samplers import make_batch_sampler
-
-
-@dataclass
-class Args:
-    """What samplers read of the training arguments."""
-
-    own_batch_sampler: bool = False
-    avoids_duplicates: bool = False
+from contaccum.data.samplers import RESUMING
 
 
 def rows(n: int, seed: int = 0, different: int | None = None) -> Dataset:
@@ -29,14 +20,14 @@ def rows(n: int, seed: int = 0, different: int | None = None) -> Dataset:
     return Dataset.from_dict({**columns, "label": [1] * n})
 
 
-def made(args: Args, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3) -> Any:
-    return make_batch_sampler(args, dataset, batch_size=batch_size, drop_last=drop_last, seed=seed)
+def made(name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3) -> Any:
+    return RESUMING[name](dataset, batch_size, drop_last, valid_label_columns=["label"], seed=seed)
 
 
-@pytest.mark.parametrize("args", [Args(), Args(avoids_duplicates=True)])
-def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(args: Args) -> None:
+@pytest.mark.parametrize("name", RESUMING)
+def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(name: str) -> None:
     dataset = rows(203, different=2000)
-    one, other = made(args, dataset), made(args, dataset)
+    one, other = made(name, dataset), made(name, dataset)
     orders = []
     for epoch in (2, 0, 1):  # not one after the other
         one.set_epoch(epoch)
@@ -44,15 +35,15 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(args:
         orders.append(list(one))
         assert orders[-1] == list(other) and len(orders[-1]) == len(one) == 26
         assert sorted(chain(*orders[-1])) == list(range(203))
-    assert len({str(order) for order in orders}) == 3 and list(made(args, dataset, seed=4)) != orders[1]
-    dropping = made(args, dataset, drop_last=True)
+    assert len({str(order) for order in orders}) == 3 and list(made(name, dataset, seed=4)) != orders[1]
+    dropping = made(name, dataset, drop_last=True)
     assert {len(batch) for batch in dropping} == {8} and len(list(dropping)) == len(dropping) == 25
 
 
 def test_no_text_is_twice_in_a_batch_and_a_row_is_deferred_not_lost() -> None:
     dataset = rows(400, different=300)
     texts = list(zip(*(dataset[name] for name in ("query", "positive", "negative")), strict=True))
-    batches = list(made(Args(avoids_duplicates=True), dataset))
+    batches = list(made("no_duplicates", dataset))
     for batch in batches:
         held = [text for row in batch for text in {*texts[row]}]
         assert len(held) == len({*held})

@@ -61,4 +61,5 @@ def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
     assert load(one).fingerprint == load_training_data(one).fingerprint
     assert sets.summary() == "a: 2 records: 2 used, 0 left out\nb: 2 records: 2 used, 0 left out"
     content = load_training_data(one).fingerprint
-    assert sets.records()["a"] == {"path": str(one), "format": "pairs", "fingerprint": content}
+    about = {"path": str(one), "format": "pairs", "fingerprint": content, "rows": 2}
+    assert sets.record()["sets"]["a"] == about and sets.record()["fingerprint"] == sets.fingerprint

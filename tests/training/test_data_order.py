@@ -127,14 +127,14 @@ def sets(folder: Path, **given: Any) -> Any:
 
 @pytest.mark.parametrize(("sampler", "batches"), [("proportional", 26), ("round_robin", 12)])
 def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path, sampler: str, batches: int) -> None:
-    settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_sets": {"small": {"path": "p"}}}
+    settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_record": {"sets": {"small": "p"}}}
     straight, seen = assert_resumes(
         trainer_in, tmp_path, lambda: sets(tmp_path, num_hard_negatives=2).dataset, (1, 3), **settings
     )
     assert len(seen) == batches and str(seen[: batches // 2]) != str(seen[batches // 2 :])
     assert len(samplings_of(straight.train_dataset)) == 3
     record = json.loads((tmp_path / "a" / "run.json").read_text())["data"]
-    assert {one["name"]: one["rows"] for one in record["sets"]} == SIZES and record["sets"][1]["path"] == "p"
+    assert record["rows"] == sum(SIZES.values()) and record["sets"] == {"small": "p"} and record["fingerprint"]
 
 
 def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
