@@ -240,7 +240,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             with _whole_parameters(self.model, self.accelerator.get_state_dict(self.model)):
                 if self.args.should_save:  # a model card would need a forward pass, and so all ranks
                     self.model.save_pretrained(str(folder), create_model_card=False)
-        else:
+        elif self.args.should_save:  # sentence-transformers has every rank write, one over the other
             super().save_model(str(folder), _internal_call)
         set_random_states(states)  # model cards are drawn from the data; a run that saves goes on as one that does not
         if self.args.should_save:
