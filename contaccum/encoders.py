@@ -22,10 +22,11 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
-from sentence_transformers.util import import_from_string
+from sentence_transformers.util import get_device_name, import_from_string
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from contaccum import adapters
 from contaccum.data.records import passage_text
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, read_json
@@ -46,6 +47,9 @@ class DualEncoder(SentenceTransformer):
         passages = model.encode_corpus([{"title": "Sky", "text": "Nothing does."}])  # (1, d)
     """
 
+    # Private, but the only way to load a tower's adapter with the library's own settings.
+    _module_classes = adapters.LOADERS
+
     @classmethod
     def from_backbone(
         cls,
@@ -62,6 +66,7 @@ class DualEncoder(SentenceTransformer):
         tokenizer: AnyPath | PreTrainedTokenizerBase | None = None,
         device: str | None = None,
         trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
     ) -> DualEncoder:
         """Put pooling on a transformers encoder of the hub, of a folder, or fresh from a ``PretrainedConfig``.
 
@@ -75,6 +80,7 @@ class DualEncoder(SentenceTransformer):
             similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
             tokenizer: name, folder or object; needed with a config, otherwise that of ``name``.
             trust_remote_code: run code that comes with the model. Off unless you have read it.
+            model_kwargs: more of transformers' ``from_pretrained``, for a name or folder.
 
         Raises:
             UserError: when the backbone cannot be loaded; ConfigError for arguments out of range.
@@ -82,7 +88,8 @@ class DualEncoder(SentenceTransformer):
         check_choice("pooling", pooling, ("cls", "mean", "lasttoken"))
         check_choice("dtype", dtype, DTYPES)
         check_choice("similarity", similarity, (None, "dot", "cos"))
-        transformer = _load_transformer(name, tokenizer, DTYPES[dtype], trust_remote_code)
+        settings = {"dtype": DTYPES[dtype], **(model_kwargs or {})}
+        transformer = _load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
             raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")
         limit = min(transformer.tokenizer.model_max_length, _positions(transformer))
@@ -107,9 +114,21 @@ class DualEncoder(SentenceTransformer):
 
     @classmethod
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
-        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as :func:`loading` says."""
+        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as :func:`loading` says.
+
+        An adapter is ready to train on. Towers whose adapters have one base share its weights.
+        """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
-            return cls(name, **kwargs)
+            # Each tower comes with the base, of which the device gets one.
+            late = len(adapters.bases(Path(name))) > 1 and not kwargs.get("model_kwargs")
+            model = cls(name, **{**kwargs, **({"device": "cpu"} if late else {})})
+            adapters.take_up_adapter(model)
+            return model.to(kwargs.get("device") or get_device_name()) if late else model
+
+    def save_pretrained(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """As in SentenceTransformer. Of a model with an adapter the adapter is saved, and where its base came from."""
+        with adapters.saving(self, path):
+            super().save_pretrained(path, *args, **kwargs)
 
     @property
     def tied(self) -> bool:
@@ -213,13 +232,19 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
+    for base in adapters.bases(Path(path)):
+        try:
+            require_model(base)
+        except UserError as error:
+            mend = "put it back, or say where it is in adapter_config.json"
+            raise UserError(f"{path}: an adapter, and its base cannot be had: {error}; {mend}") from error
     try:
         if not trust_remote_code:
             _refuse_own_classes(Path(path))
         yield path
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: holds a pickle with more than tensors, which could run code; not read") from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 
@@ -263,7 +288,7 @@ def _refuse_own_classes(folder: Path) -> None:
 def _load_transformer(
     name: AnyPath | PretrainedConfig,
     tokenizer: AnyPath | PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
+    model_kwargs: dict[str, Any],
     trust_remote_code: bool,
 ) -> Transformer:
     remote = {"trust_remote_code": trust_remote_code}
@@ -277,8 +302,8 @@ def _load_transformer(
         with tempfile.TemporaryDirectory() as folder:
             AutoModel.from_config(name, **remote).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            return Transformer(folder, model_kwargs={"dtype": dtype})
-    settings = {"model_kwargs": {"dtype": dtype, **remote}, "processor_kwargs": remote, "config_kwargs": remote}
+            return Transformer(folder, model_kwargs=model_kwargs)
+    settings = {"model_kwargs": {**model_kwargs, **remote}, "processor_kwargs": remote, "config_kwargs": remote}
     with loading(name, trust_remote_code) as path:
         transformer = Transformer(path, **settings)
     if tokenizer is not None:
