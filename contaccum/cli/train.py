@@ -35,5 +35,7 @@ def run(argv: Sequence[str]) -> int:
     trainer.train(None if resume.lower() in ("", "false", "none") else resume)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
+        if model_args.merge_adapter:
+            config.merge_saved(output_dir, model_args)
         print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +43,12 @@ class ModelArguments:
     dropout: float | None = option(None, "Of every layer. Default: the model's own. 0 is faster on a CPU.")
     freeze_word_embeddings: bool = option(False, "Do not train them: half of a small encoder's weights.")
     attn_implementation: str | None = option(None, "eager, sdpa, ... On a CPU, eager is faster for short texts.")
+    lora_r: int | None = option(None, "Train an adapter (LoRA) of this rank, and keep the model as it is.")
+    lora_alpha: float | None = option(None, "The adapter counts alpha / r times. Default: 2 r.")
+    lora_dropout: float = option(0.0, "Of what the adapter reads.")
+    lora_target_modules: list[str] | None = option(None, "Layers with an adapter. Default: every linear one.")  # noqa: RUF009
+    load_in_4bit: bool = option(False, "Hold the weights beside an adapter in 4 bits, by bitsandbytes.")
+    merge_adapter: bool = option(False, "Save a full model in the end: the weights with the adapter added.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
 
 
@@ -120,12 +126,13 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
     for key, value in (("model", model.model), ("train_data", data.train_data), ("output_dir", output_dir)):
         if not value:
             raise ConfigError(f"{key} is not set: add `{key}: ...` to the config, or --{key} on the command line")
-    _check(data, args)
+    _check(model, data, args)
     return model, data, args
 
 
-def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
+def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
+    _check_adapter(model, str(args.output_dir))
     _ = data.sets  # checks them, and what all have in common
     refreshes, evaluates = args.refresh_negatives_every is not None, name_of(args.eval_strategy) != "no"
     refuse(
@@ -141,6 +148,21 @@ def _check(data: DataArguments, args: ContAccumTrainingArguments) -> None:
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
         args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
+
+
+def _check_adapter(model: ModelArguments, output_dir: str) -> None:
+    from contaccum import adapters
+
+    r, dropout = model.lora_r, model.lora_dropout
+    refuse_alone(model, dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r"))
+    in_place = model.merge_adapter and Path(model.model).resolve() == Path(output_dir).resolve()
+    refuse({"merge_adapter with model as output_dir: checkpoints would lose their base. Name another": in_place})
+    refuse({f"lora_r must be at least 1, got {r}": r is not None and r < 1})
+    refuse({f"lora_dropout must be at least 0 and less than 1, got {dropout}": not 0 <= dropout < 1})
+    if r is not None:
+        adapters.require_peft(f"lora_r={r}")
+    if model.load_in_4bit:
+        adapters.in_4bit()
 
 
 def as_options(name: str, known: Collection[str]) -> list[str]:
@@ -214,37 +236,60 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
     """The encoder to train: a SentenceTransformer as it is, or a backbone with pooling; raises `UserError`."""
+    from contaccum import adapters
     from contaccum.encoders import DualEncoder, configure
 
+    quantized: Any = {"model_kwargs": adapters.in_4bit()} if arguments.load_in_4bit else {}
+    # Towers come with weights each, and share them once they have adapters: the device then gets one base.
+    late = bool(arguments.lora_r and not arguments.tied and device and not quantized)
+    place: Any = {"device": "cpu" if late else device, **quantized}
     if _is_sentence_transformer(arguments.model):
-        model = _load_sentence_transformer(arguments, device)
+        model = _load_sentence_transformer(arguments, place)
     else:
-        elsewhere = ("model", "dropout", "freeze_word_embeddings", "attn_implementation")
-        given = {name: value for name, value in asdict(arguments).items() if name not in elsewhere}
-        model = DualEncoder.from_backbone(arguments.model, device=device, **given)
+        names = ["tied", "pooling", "normalize", "query_prompt", "passage_prompt", "query_max_length"]
+        names += ["passage_max_length", "trust_remote_code"]
+        given: Any = {name: getattr(arguments, name) for name in names}
+        model = DualEncoder.from_backbone(arguments.model, **given, **place)
     configure(model, arguments.dropout, arguments.freeze_word_embeddings, arguments.attn_implementation)
-    return model
+    if arguments.lora_r is not None:
+        alpha, dropout, layers = arguments.lora_alpha, arguments.lora_dropout, arguments.lora_target_modules
+        adapters.add_adapter(model, arguments.lora_r, alpha, dropout, layers)
+    elif adapters.has_adapter(model):
+        adapters.take_up_adapter(model)
+    else:
+        refuse_alone(arguments, dict.fromkeys(("load_in_4bit", "merge_adapter"), "lora_r"))
+    return model.to(device) if late else model
 
 
-def _load_sentence_transformer(arguments: ModelArguments, device: str | None) -> DualEncoder:
+def _load_sentence_transformer(arguments: ModelArguments, place: dict[str, Any]) -> DualEncoder:
     from sentence_transformers.sentence_transformer.modules import Router
 
     from contaccum.encoders import DualEncoder, is_tied, set_max_lengths
 
-    model = DualEncoder.from_pretrained(arguments.model, device=device, trust_remote_code=arguments.trust_remote_code)
+    model = DualEncoder.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code, **place)
     if not arguments.tied and is_tied(model):
         modules = list(model.children())
         model = DualEncoder(
             modules=[Router.for_query_document(modules, copy.deepcopy(modules))],  # type: ignore[arg-type]  # Modules
             prompts={name: prompt for name, prompt in model.prompts.items() if prompt is not None},
             similarity_fn_name=model.similarity_fn_name,
-            device=device,
+            device=place["device"],
         )
     set_max_lengths(model, arguments.query_max_length, arguments.passage_max_length)
     for role, prompt in (("query", arguments.query_prompt), ("document", arguments.passage_prompt)):
         if prompt is not None:
             model.prompts[role] = prompt
     return model
+
+
+def merge_saved(folder: str, arguments: ModelArguments) -> None:
+    """Turn what was trained and saved into a full model in its place, in the precision that the base was loaded in."""
+    from contaccum.adapters import merge_adapter
+    from contaccum.encoders import DualEncoder
+
+    model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=arguments.trust_remote_code)
+    merge_adapter(model)
+    model.save_pretrained(folder, create_model_card=False)  # there is one
 
 
 def _is_sentence_transformer(name: str) -> bool:

@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
+from contaccum.adapters import has_adapter
 from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts, samplings_of
-from contaccum.encoders import loading
+from contaccum.encoders import DualEncoder, is_tied, loading
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
 from contaccum.losses import ContAccumLoss
@@ -105,6 +106,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
+        if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
+            raise ConfigError("fsdp with adapters of two towers: FSDP cannot shard the base that they share. Use DDP")
         known = [x.known_positives for x in (*self.samplings, *samplings_of(eval_dataset))]
         pairs = [x for x in known if x is not None]
         for bank_loss in self.bank_losses():
@@ -298,13 +301,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return found
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
-        # Private: that of sentence-transformers knows no shards, nor the model that FSDP's caller passes.
+        # Private: that of sentence-transformers knows no shards, no adapters of towers or over weights in 4 bits, nor
+        # the model that FSDP's caller passes.
         trusted = bool(getattr(self.model, "trust_remote_code", False))
         with loading(checkpoint_path, trusted):
             try:
-                if not self.is_fsdp_enabled:
+                if not (self.is_fsdp_enabled or has_adapter(self.model)):
                     return super()._load_from_checkpoint(checkpoint_path)
-                whole = SentenceTransformer(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
+                whole = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
+                if not self.is_fsdp_enabled:
+                    every = self.model.named_parameters(remove_duplicate=False)
+                    names = [name for name, parameter in every if parameter.is_floating_point()]
+                    self.model.load_state_dict({name: whole[name] for name in names}, strict=False)
+                    return
             except RuntimeError as error:  # of load_state_dict: shapes or names
                 raise UserError(f"{checkpoint_path}: its weights are of another model ({str(error)[:200]})") from error
         set_model_state_dict(self.model, dict(whole), options=StateDictOptions(full_state_dict=True))

@@ -1,0 +1,166 @@
+"""Training adapters: the base stays as it is, resuming is exact, folders train on, from the command line too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sample_texts import sentences, write_training_and_beir_data
+from sentence_transformers import SentenceTransformer
+from tiny_runs import RUN, SAVES, differing, log_of, state_of
+from transformers import AutoModel, BertConfig, set_seed
+
+from contaccum import DualEncoder
+from contaccum.adapters import add_adapter, backbones, has_adapter
+from contaccum.cli import main
+
+TEXTS = sentences(4)
+DATA = {name: value for name, value in RUN.items() if name != "dropout"}
+
+
+@pytest.fixture(scope="module")
+def places(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone with dropout, pairs to train on, a BEIR folder."""
+    root = tmp_path_factory.mktemp("adapters")
+    write_training_and_beir_data(root, 24)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    set_seed(7)
+    AutoModel.from_config(BertConfig(vocab_size=len(tiny_tokenizer), **sizes)).save_pretrained(root / "backbone")
+    tiny_tokenizer.save_pretrained(root / "backbone")
+    return root
+
+
+def model_of(places: Path, tied: bool, dtype: Any = "float32") -> DualEncoder:
+    set_seed(8)
+    settings = {"tied": tied, "pooling": "mean", "normalize": True, "dtype": dtype, "device": "cpu"}
+    model = DualEncoder.from_backbone(places / "backbone", **settings)
+    add_adapter(model, 2, dropout=0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("tied", "settings"),
+    [(True, {}), (False, {}), (False, {"gradient_checkpointing": True}), (False, {"dtype": "bfloat16"})],
+    ids=["tied", "untied", "checkpointing", "bfloat16"],
+)
+def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
+    places: Path, trainer_in: Any, tmp_path: Path, tied: bool, settings: dict[str, Any]
+) -> None:
+    dtype = settings.pop("dtype", "float32")
+    whole = trainer_in(tmp_path / "whole", model=model_of(places, tied, dtype), **DATA, **SAVES, **settings)
+    before = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    whole.train()
+    after = whole.model.state_dict()
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved == {name for name in after if "lora_" in name and ".pooler." not in name}
+    ratios = [line["grad_norm_ratio"] for line in log_of(tmp_path / "whole")]
+    assert len(ratios) == 8 and all(0.1 < ratio < 10 and ratio != 1 for ratio in ratios)
+
+    resumed = trainer_in(tmp_path / "rest", model=model_of(places, tied, dtype), **DATA, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert differing(state_of(whole), state_of(resumed)) == []
+    frozen = [parameter for parameter in resumed.model.parameters() if not parameter.requires_grad]
+    assert sum("lora_" not in name for name, _ in resumed.model.named_parameters()) <= len(frozen)
+    assert not list(tmp_path.rglob("model.safetensors"))  # checkpoints are of the adapter
+
+
+def test_gradient_norms_are_those_of_each_towers_adapter(places: Path, trainer_in: Any, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, 12, model=model_of(places, tied=False), max_grad_norm=0.0)
+    norms = {}
+
+    def watch(*_: Any) -> None:
+        for name, backbone in zip(("query", "passage"), backbones(trainer.model), strict=True):
+            gradients = [p.grad.flatten() for p in backbone.parameters() if p.grad is not None]
+            norms[name] = torch.cat(gradients).norm().item()
+
+    trainer.create_optimizer().register_step_pre_hook(watch)
+    trainer.train()
+    (line,) = log_of(tmp_path)
+    assert line["grad_norm_query"] == pytest.approx(norms["query"], rel=1e-5)
+    assert line["grad_norm_passage"] == pytest.approx(norms["passage"], rel=1e-5)
+
+
+def train(places: Path, output: Path, **keys: Any) -> int:
+    given = {"model": places / "backbone", "train_data": places / "pairs.jsonl", "output_dir": output}
+    given |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bank_size": 8, "save_strategy": "no"}
+    given |= {"num_train_epochs": 1, "use_cpu": "true", "disable_tqdm": "true", "learning_rate": 0.01, **keys}
+    options = [(f"--{key}", *map(str, value if isinstance(value, list) else [value])) for key, value in given.items()]
+    return main(["train", *(word for option in options for word in option)])
+
+
+def embeddings(folder: Path, cls: Any = SentenceTransformer) -> np.ndarray:
+    model = cls(str(folder), device="cpu")
+    return np.stack([model.encode_query(TEXTS), model.encode_document(TEXTS)])
+
+
+@pytest.mark.parametrize("tied", ["true", "false"], ids=["tied", "untied"])
+def test_the_command_line_trains_evaluates_trains_on_and_merges(
+    places: Path, tied: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(places)
+    first, second = tmp_path / "first", tmp_path / "second"
+    adapter = {"lora_r": 2, "lora_alpha": 8, "lora_target_modules": ["query", "value"], "pooling": "mean"}
+    assert train(places, first, model="backbone", tied=tied, **adapter) == 0, capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    configs = [json.loads(file.read_text()) for file in first.rglob("adapter_config.json")]
+    assert [(x["r"], x["lora_alpha"], sorted(x["target_modules"])) for x in configs] == [(2, 8, ["query", "value"])] * (
+        1 if tied == "true" else 2
+    )
+    assert main(["evaluate", str(first), "--data", str(places / "beir"), "--output", str(tmp_path / "r.json")]) == 0
+
+    # Without a learning rate it trains on from where it is: what changes nothing shows where that was.
+    assert train(places, second, model=first, learning_rate=0.0) == 0, capsys.readouterr().err
+    assert np.array_equal(embeddings(second), embeddings(first))
+    assert train(places, second, model=first) == 0
+    trained = embeddings(second)
+    assert not np.allclose(trained, embeddings(first), atol=1e-3)
+    assert np.array_equal(trained, embeddings(second, DualEncoder.from_pretrained))
+
+    for output in (tmp_path / "merged", first):  # where an adapter was
+        assert train(places, output, model=second, learning_rate=0.0, merge_adapter="true") == 0
+        assert np.abs(embeddings(output) - trained).max() < 1e-5 and not list(output.rglob("adapter*"))
+        assert not has_adapter(DualEncoder.from_pretrained(output, device="cpu"))
+    assert train(places, second, model=second, merge_adapter="true") == 2
+    assert "merge_adapter with model as output_dir" in capsys.readouterr().err
+
+
+def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base(places: Path, tmp_path: Path) -> None:
+    full, tied, untied = (tmp_path / name for name in ("full", "tied", "untied"))
+    DualEncoder.from_backbone(places / "backbone", pooling="mean", device="cpu").save_pretrained(str(full))
+    before = embeddings(full)
+    assert train(places, tied, model=full, lora_r=2) == 0
+    assert train(places, untied, model=tied, tied="false") == 0
+    model = DualEncoder.from_pretrained(untied, device="cpu")
+    base = len(list(AutoModel.from_pretrained(full).parameters()))
+    assert not model.tied and sum("lora_" not in name for name, _ in model.named_parameters()) == base
+    assert np.array_equal(embeddings(full), before)
+    weights = (full / "model.safetensors").read_bytes()
+    assert train(places, full, model=full, lora_r=2) == 0
+    assert not np.allclose(embeddings(full), before, atol=1e-3)
+    assert (full / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_alpha": 8}, "lora_alpha=8.0 without lora_r"),
+        ({"lora_target_modules": ["query"]}, "without lora_r"),
+        ({"merge_adapter": "true"}, "merge_adapter=True without lora_r"),
+        ({"lora_r": 0}, "lora_r must be at least 1, got 0"),
+        ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
+        ({"lora_r": 2, "lora_target_modules": ["query", "quary"]}, "no layer 'quary'; did you mean 'query'?"),
+        ({"lora_r": 2, "load_in_4bit": "true"}, "load_in_4bit needs "),
+    ],
+)
+def test_mistakes_give_one_line_and_exit_code_2(
+    places: Path, keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if keys.get("load_in_4bit") and torch.accelerator.is_available():
+        pytest.skip("this machine may have what it takes")
+    assert train(places, tmp_path / "out", **keys) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
+    assert len(lines) == 1 and message in lines[0]
