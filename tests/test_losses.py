@@ -17,7 +17,8 @@ from torch import nn
 
 from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder, losses
 from contaccum.errors import ConfigError
-from contaccum.losses import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe, token_hashes
+from contaccum.features import content_ids, first_rows
+from contaccum.losses import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_matryoshka_keeps_a_bank_for_each_dimension(model: DualEncoder) -> None:
     assert {size: nce.bank.fill for size, nce in loss_fn.info_nces.items()} == {"32": 6, "16": 6}
     assert loss_fn.info_nce is loss_fn.info_nces["32"]
     assert {nce.bank.dim for nce in loss_fn.info_nces.values()} == {16, 32}
-    assert loss_fn._probe is None  # the embeddings of a probe would be taken for those of the micro-step
+    assert all(nce.probe is not None for nce in loss_fn.info_nces.values())
 
 
 def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder) -> None:
@@ -127,15 +128,15 @@ def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(mode
 
 def test_token_hash_is_blind_to_padding_sees_order_and_does_not_collide(tiny_tokenizer: Any) -> None:
     short = ["cat dog bird", "dog cat bird", "cat dog", "cat dog bird"]
-    alone = [token_hashes(tiny_tokenizer([text], return_tensors="pt")).item() for text in short]
-    right = token_hashes(tiny_tokenizer([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
+    alone = [content_ids(tiny_tokenizer([text], return_tensors="pt")).item() for text in short]
+    right = content_ids(tiny_tokenizer([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
     left = copy.deepcopy(tiny_tokenizer)
     left.padding_side = "left"
-    padded_left = token_hashes(left([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
+    padded_left = content_ids(left([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
     assert alone == right == padded_left
     assert len({*alone}) == 3 and alone[0] == alone[3]
     tokens = torch.randint(1000, (100_000, 3))
-    assert len(set(token_hashes({"input_ids": tokens}).tolist())) == len(tokens.unique(dim=0))
+    assert len(set(content_ids({"input_ids": tokens}).tolist())) == len(tokens.unique(dim=0))
 
 
 def test_every_setting_of_the_loss_passes_through_under_its_own_name(model: DualEncoder) -> None:
@@ -263,7 +264,7 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(
 ) -> None:
     given = [[model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)]
     monkeypatch.setattr(losses, "world_size", lambda: 3)
-    gathered = iter([[losses._first_rows(features[i], 3) for features in given] for i in range(2)])
+    gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
     monkeypatch.setattr(losses, "gather_states", lambda own, device: next(gathered))
     probe = TextProbe.of(given[1], shared=True)
     whole = TextProbe(probe.parts, shared=False).encode(model, given[1])
