@@ -41,9 +41,9 @@ CLOSE = TemplateProcessing(["<bos>", "$A", "<eos>"], special_tokens=[("<bos>", 1
 INSTRUCTION = "Instruct: find what is in the door\nQuery:"
 
 
-def tokenizer(post_processor: Any = None, **settings: Any) -> PreTrainedTokenizerFast:
+def tokenizer(post_processor: Any = None, words: list[str] = WORDS, **settings: Any) -> PreTrainedTokenizerFast:
     """One over WORDS that has no pad token, as decoders' often have none."""
-    backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *WORDS])}, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *words])}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     if post_processor is not None:
         backend.post_processor = post_processor
@@ -75,6 +75,8 @@ def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind: str, dty
     assert len(np.unique(model.encode(sentences(4)), axis=0)) == 4
     assert encoder(kind, pooling="mean")[1].pooling_mode == "mean"
     if causal:
+        unknown = tokenizer(words=[word for word in WORDS if word != "how"])  # the text's first token comes again
+        assert encoder(kind, tokenizer=unknown)[1].pooling_mode == "lasttoken"
         with pytest.raises(ConfigError, match=rf"pooling=cls with a decoder \({kind}Model\).*Set lasttoken or mean$"):
             encoder(kind, pooling="cls")
 
@@ -90,9 +92,12 @@ def test_every_text_ends_in_one_eos_cut_or_not_and_saved(
 ) -> None:
     given = tokenizer(post_processor)
     before = given("cat dog")["input_ids"]
-    model = encoder(tokenizer=given, tied=tied, query_max_length=5)
-    model.save_pretrained(str(tmp_path))
-    for one in (model, SentenceTransformer(str(tmp_path), device="cpu")):
+    backbone, saved = tmp_path / "backbone", str(tmp_path / "saved")
+    AutoModel.from_config(config("Qwen3")).save_pretrained(backbone)
+    tokenizer().save_pretrained(backbone)
+    model = DualEncoder.from_backbone(backbone, tied, tokenizer=given, query_max_length=5, device="cpu")
+    model.save_pretrained(saved)
+    for one in (model, SentenceTransformer(saved, device="cpu")):
         assert tokens(one, "cat dog") == [*first, "cat", "dog", "<eos>"]
         words = ["cat", "dog", "bird", "fish"][: 4 - len(first)]
         assert tokens(one, "cat dog bird fish tree river", "query") == [*first, *words, "<eos>"]
