@@ -48,8 +48,8 @@ def add_adapter(
         target_modules: names of layers, or how their names end. None: every linear layer.
 
     Raises:
-        ConfigError: for a layer that is not there or cannot have an adapter, a model that has one or could not be
-            loaded again, or where peft is missing.
+        ConfigError: for a layer that is not there or cannot have an adapter, for a model that has one already, or
+            where peft is missing.
     """
     require_peft("an adapter")
     from peft import LoraConfig
@@ -65,14 +65,14 @@ def add_adapter(
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 hint = closest(target, {name.rpartition(".")[2] for name in names})
                 raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{hint}")
-        base = _base_of(backbone)
         layers: Any = targets or "all-linear"
         config = LoraConfig(r=r, lora_alpha=alpha or 2 * r, lora_dropout=dropout, target_modules=layers)  # type: ignore[arg-type]
         try:
             backbone.add_adapter(config)
         except ValueError as error:
             raise ConfigError(f"lora_target_modules={layers}: {error}") from error
-        config.base_model_name_or_path = base
+        base = backbone.name_or_path
+        config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base  # found from anywhere
         cast_adapter_dtype(backbone, "default")  # most of an update would be rounded away in bfloat16
     _share_frozen(found)
 
@@ -127,16 +127,6 @@ def in_4bit() -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **kind)}
 
 
-def _base_of(backbone: Any) -> str:
-    """Where a backbone came from, so that it is found from anywhere; ConfigError for weights that are in no folder."""
-    name = backbone.name_or_path
-    if not os.path.isdir(name) and not os.path.isabs(name):
-        return name  # of the hub
-    if not os.path.isfile(os.path.join(name, "config.json")):
-        raise ConfigError("an adapter needs a base to be loaded with again: save this model, and load it from there")
-    return os.path.abspath(name)
-
-
 def _share_frozen(found: Sequence[PreTrainedModel]) -> None:
     """Put the first backbone's frozen weights in the place of those of the others that are equal."""
     first = dict(found[0].named_parameters())
@@ -168,9 +158,13 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     """
     folder, adapted = Path(folder), has_adapter(model)
     configs = [config for x in backbones(model) if adapted for config in x.peft_config.values()]
-    needed = {Path(config.base_model_name_or_path).resolve() for config in configs}
+    needed = {Path(config.base_model_name_or_path) for config in configs}
+    for base in needed:
+        if base.is_absolute() and not (base / "config.json").is_file():
+            raise ConfigError(f"an adapter is saved without its base, which is not in {base}: call merge_adapter first")
+    own = {base.resolve() for base in needed}
     for place in (folder, *folder.glob("*_Transformer")):
-        stale = _OF_ADAPTERS if not adapted or place.resolve() in needed else (*_OF_ADAPTERS, *_OF_BACKBONES)
+        stale = _OF_ADAPTERS if not adapted or place.resolve() in own else (*_OF_ADAPTERS, *_OF_BACKBONES)
         for file in [file for pattern in stale for file in place.glob(pattern)]:
             file.unlink()
     yield

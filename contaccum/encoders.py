@@ -22,7 +22,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router, Transformer
-from sentence_transformers.util import get_device_name, import_from_string
+from sentence_transformers.util import batch_to_device, get_device_name, import_from_string
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,7 +56,7 @@ class DualEncoder(SentenceTransformer):
         cls,
         name: AnyPath | PretrainedConfig,
         tied: bool = True,
-        pooling: Literal["cls", "mean", "lasttoken"] = "cls",
+        pooling: Literal["cls", "mean", "lasttoken"] | None = None,
         normalize: bool = False,
         query_prompt: str | None = None,
         passage_prompt: str | None = None,
@@ -68,11 +69,14 @@ class DualEncoder(SentenceTransformer):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> DualEncoder:
-        """Put pooling on a transformers encoder of the hub, of a folder, or fresh from a ``PretrainedConfig``.
+        """Put pooling on a transformers backbone of the hub, of a folder, or fresh from a ``PretrainedConfig``.
+
+        Where its tokenizer has no pad token, EOS pads. For ``"lasttoken"`` on a decoder it ends every text in EOS.
 
         Args:
             tied: one tower for queries and passages; False gives each its own copy of the weights.
-            pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"`` (decoder backbones).
+            pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"``. None: ``"lasttoken"`` for a decoder,
+                ``"cls"`` for an encoder.
             normalize: end with unit length, so that inner product is cosine.
             query_prompt, passage_prompt: put before each query or passage, in training and in encoding.
             query_max_length, passage_max_length: tokens of a text, special tokens included. None: 32 and 256, or what
@@ -83,15 +87,17 @@ class DualEncoder(SentenceTransformer):
             model_kwargs: more of transformers' ``from_pretrained``, for a name or folder.
 
         Raises:
-            UserError: when the backbone cannot be loaded; ConfigError for arguments out of range.
+            UserError: when the backbone cannot be loaded; ConfigError for arguments that are out of range, or that the
+                backbone cannot take.
         """
-        check_choice("pooling", pooling, ("cls", "mean", "lasttoken"))
+        check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
         check_choice("dtype", dtype, DTYPES)
         check_choice("similarity", similarity, (None, "dot", "cos"))
         settings = {"dtype": DTYPES[dtype], **(model_kwargs or {})}
         transformer = _load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
             raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")
+        pooling = _fit_pooling(transformer, transformer.tokenizer, pooling)
         limit = min(transformer.tokenizer.model_max_length, _positions(transformer))
         query_max_length = min(32, limit) if query_max_length is None else query_max_length
         passage_max_length = min(256, limit) if passage_max_length is None else passage_max_length
@@ -245,6 +251,8 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: holds a pickle with more than tensors, which could run code; not read") from error
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        if "`trust_remote_code=True`" in str(error):  # all that tells it from other errors
+            raise UserError(f"{path}: needs code that comes with it. Read that, then set trust_remote_code") from error
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 
@@ -285,6 +293,58 @@ def _refuse_own_classes(folder: Path) -> None:
             raise UserError(f"{file}: names {kind!r}, code of the folder's choice: --trust_remote_code would run it")
 
 
+def _fit_pooling(transformer: Transformer, tokenizer: PreTrainedTokenizerBase, pooling: str | None) -> Any:
+    """The pooling that a backbone gets, with its tokenizer made to pad and, for a decoder's last token, to append EOS.
+
+    Raises ConfigError where the backbone or its tokenizer cannot do what is asked.
+    """
+    if tokenizer.pad_token is None:  # any will do: what pads is masked
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token is None:
+        raise ConfigError("the tokenizer has no token to pad with: set pad_token in its tokenizer_config.json")
+    if pooling == "mean" or not _is_causal(transformer):
+        return pooling or "cls"
+    if pooling == "cls":
+        kind = type(transformer.model).__name__
+        raise ConfigError(f"pooling=cls with a decoder ({kind}): its first token sees no other. Set lasttoken or mean")
+    tokenizer.padding_side = "right"  # on the left it would move positions that are learned, as GPT-2's are
+    _append_eos(tokenizer)
+    return "lasttoken"
+
+
+def _is_causal(transformer: Transformer) -> bool:
+    """Whether the first token sees none of those after it: its state then has no gradient in their embeddings.
+
+    Measured, as no attribute tells: some decoders are made bidirectional by a setting, some encoders are decoders'
+    classes. Exact in any dtype, and costs a forward and a backward of a few tokens.
+    """
+    features = batch_to_device(transformer.preprocess(["how do birds fly"]), transformer.model.device)
+    ids = features["input_ids"][0]
+    weight: Any = transformer.model.get_input_embeddings().weight
+    trains = weight.requires_grad
+    weight.requires_grad_(True)  # under an adapter it is frozen
+    (gradient,) = torch.autograd.grad(transformer(features)["token_embeddings"][0, 0, 0], weight)
+    weight.requires_grad_(trains)
+    return not gradient[ids[ids != ids[0]]].any()
+
+
+def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have every text end in EOS, unless the tokenizer ends it in a token of its own already.
+
+    By the tokenizer's post-processor: truncation leaves room for what that adds, and it is saved with the tokenizer.
+    """
+    tokens = tokenizer("a", return_special_tokens_mask=True)
+    special = [i for i, added in zip(tokens["input_ids"], tokens["special_tokens_mask"], strict=True) if added]
+    if tokens["special_tokens_mask"][-1]:
+        return
+    if tokenizer.eos_token is None or not tokenizer.is_fast:
+        raise ConfigError("pooling=lasttoken with a tokenizer that is not fast, or has no eos_token: set pooling=mean")
+    first, eos = tokenizer.convert_ids_to_tokens(special), tokenizer.eos_token
+    added = list(dict.fromkeys([*zip(first, special, strict=True), (eos, tokenizer.eos_token_id)]))
+    # In the place of the present one: chained after one that prepends BOS, it would not be applied.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing([*first, "$A", eos], special_tokens=added)
+
+
 def _load_transformer(
     name: AnyPath | PretrainedConfig,
     tokenizer: AnyPath | PreTrainedTokenizerBase | None,
@@ -307,5 +367,5 @@ def _load_transformer(
     with loading(name, trust_remote_code) as path:
         transformer = Transformer(path, **settings)
     if tokenizer is not None:
-        transformer.processor = tokenizer
+        transformer.processor = copy.deepcopy(tokenizer)  # it may get a pad token and EOS
     return transformer

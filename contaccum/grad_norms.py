@@ -21,14 +21,15 @@ class TowerGradNorms:
     """Collects what each tower's gradient is over the micro-steps of an update.
 
     Args:
-        model: the unwrapped model. Tied towers get a forward hook, which tells queries by their ``task``, "query".
+        model: the model itself. Tied towers get a forward hook, which tells queries by their ``task``, "query".
+        called: what losses call, the model in whatever wraps it (a compiled one cannot be hooked from inside).
     """
 
-    def __init__(self, model: SentenceTransformer) -> None:
+    def __init__(self, model: SentenceTransformer, called: nn.Module | None = None) -> None:
         towers = {"query": tower(model, "query"), "passage": tower(model, "document")}
         self._parameters = {name: list(module.parameters()) for name, module in towers.items()}
         self._squares: dict[str, Tensor] = {}
-        self._hook = model.register_forward_hook(self._watch) if is_tied(model) else None
+        self._hook = (called or model).register_forward_hook(self._watch) if is_tied(model) else None
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.

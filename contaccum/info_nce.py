@@ -6,6 +6,7 @@ optimizer. Letters in shapes: n pairs in the micro-batch, h hard negatives per q
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,13 @@ from contaccum.distributed import from_first_rank, gather_batch, world_size
 from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
+from contaccum.optimizer_steps import StepWatch
 from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
+
+logger = logging.getLogger(__name__)
+
+_UNSEEN_PAIRS = 4096
+_UNSEEN = "call end_update() of the BankedInfoNCE after each; until then all entries count as those of an older encoder"
 
 
 class BankedInfoNCE(nn.Module):
@@ -97,6 +104,8 @@ class BankedInfoNCE(nn.Module):
         self.query_mean: RunningMean | None = None
         self.probe: DriftProbe | None = None
         self.positives: PositivesTable | None = None
+        self.steps = StepWatch()
+        self._ended_at, self._warned = 0, False  # pairs seen when an update last ended
         self.last: dict[str, Any] = {}
 
     def forward(
@@ -123,6 +132,10 @@ class BankedInfoNCE(nn.Module):
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
         enqueues = self.training and torch.is_grad_enabled()
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        if enqueues:
+            self._notice_update()
+        if enqueues and learns:
+            self.steps.follow(*inputs)
         everyone, own = [x.detach() for x in inputs], slice(0, len(queries))
         if ranks > 1:
             everyone, ids, own = gather_batch(everyone, ids)
@@ -138,6 +151,11 @@ class BankedInfoNCE(nn.Module):
             gradients = [g[own] * ranks for g in gradients]
         parts = [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
         return _HandOver.apply(step.loss.detach(), parts, *inputs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.steps.stepped:  # which no state holds
+            self._notice_update()
+        super()._save_to_state_dict(*args, **kwargs)
 
     # The stages of a micro-step --------------------------------------------------------------------------------------
 
@@ -220,11 +238,29 @@ class BankedInfoNCE(nn.Module):
     # What a training loop says ---------------------------------------------------------------------------------------
 
     def end_update(self) -> None:
-        """Say that the optimizer has stepped: ages of entries are counted in updates. ``"fresh"`` needs it."""
+        """Say that the encoder has been moved: ages of entries are counted in updates.
+
+        Steps of torch's optimizers are noticed at the next micro-step, or here, and count once.
+        """
+        self.steps.stepped = False
         if self.bank is not None:
+            self._ended_at = self.bank.pairs
             self.bank.end_update()
             if self.drift_compensation == "fresh":
                 self.bank.retire_all()
+
+    def _notice_update(self) -> None:
+        """End the update that an optimizer has ended by now, unless that was said."""
+        bank, stepped, self.steps.stepped = self.bank, self.steps.stepped, False
+        if bank is None:
+            return
+        if stepped and bank.pairs > self._ended_at:
+            self.end_update()
+        if bank.updates == 0 and self.probe is None and bank.pairs >= max(4 * self.bank_size, _UNSEEN_PAIRS):
+            if not self._warned:
+                logger.warning(f"no update was seen in {bank.pairs:,} pairs: {_UNSEEN}")
+            self._warned = True
+            bank.encoder_moved()  # as far as anybody knows
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
@@ -242,6 +278,7 @@ class BankedInfoNCE(nn.Module):
         fresh = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in fresh]
         if self.similarity == "cos":
             fresh = [normalize(x, dim=-1) for x in fresh]
+        self._notice_update()
         bank = self._prepare_bank(queries.shape[1], 0, fresh[0])
         if bank is None:
             return

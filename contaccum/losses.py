@@ -1,28 +1,31 @@
 """ContAccumLoss: BankedInfoNCE as a sentence-transformers loss, (model, features) -> loss.
 
-It encodes the columns of a data set, names duplicates by their tokens, notices updates and probes the encoder. The loss
+It encodes the columns of a data set, names duplicates by their content and probes the encoder after updates. The loss
 itself is in ``info_nce``, and so are its settings: they pass through here.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator
+from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator, shrink
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
+from contaccum.features import content_ids, first_rows
 from contaccum.info_nce import BankedInfoNCE
 from contaccum.pairs import PositivesTable
+
+logger = logging.getLogger(__name__)
 
 PROBE_TEXTS = 8
 PAIRS_PER_PROBE = 128
@@ -44,7 +47,7 @@ class ContAccumLoss(nn.Module):
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
-        settings: any other of :class:`BankedInfoNCE`. Duplicates are recognised by a hash of their tokens.
+        settings: any other of :class:`BankedInfoNCE`. Duplicates go by :func:`contaccum.features.content_ids`.
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work.
@@ -57,6 +60,7 @@ class ContAccumLoss(nn.Module):
           is what ``eval_loss`` is: in eval mode the loss is that of the batch alone.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
+        - In a loss that calls :meth:`compute_loss_from_embeddings`, updates are noticed; texts are not known there.
 
     Example::
 
@@ -99,30 +103,39 @@ class ContAccumLoss(nn.Module):
         self._positives: PositivesTable | None = None
         self._probe: TextProbe | None = None
         self._probed_at = 0  # pairs that the bank had seen
-        self._stepped = False  # whether an optimizer has moved the model since the last micro-step
+        self._embedded_probe: tuple[list[Tensor], bool] | None = None  # the last, and whether sizes are cut from it
+        self._said: set[str] = set()
+        self._stepped = False  # of a state: whether an optimizer had moved the model since its last micro-step
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
 
-        ``labels`` int64 (n, columns) are ids of the texts. Anything else is ignored, and ids are hashes of the tokens.
+        ``labels`` int64 (n, columns) are ids of the texts. Any others are not used, and ids are hashes of the content.
         """
         features = list(sentence_features)
         if len(features) < 2:
             raise ValueError(f"ContAccumLoss needs (anchor, positive, ...) columns, got {len(features)}")
-        if self.training and torch.is_grad_enabled() and self.settings["bank_size"]:
-            self._follow_encoder(features)
+        if self._trains:
+            self._probe_encoder(features)
         if labels is not None and labels.shape == (len(labels), len(features)) and labels.dtype == torch.int64:
             ids: list[Tensor | None] = list(labels.unbind(1))
         else:
-            ids = [token_hashes(column) for column in features]
-        embeddings = [self.model(column)["sentence_embedding"] for column in features]
-        return self.compute_loss_from_embeddings(embeddings, labels, ids=ids)
+            ids = [content_ids(column) for column in features]
+            if labels is not None:
+                self._warn_once("ContAccumLoss does not use the label or score column of the data")
+        return self.compute_loss_from_embeddings(embed_columns(self.model, features), labels, ids)
 
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, ids: list[Tensor | None] | None = None
     ) -> Tensor:
-        """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives; with int64 ids."""
+        """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives.
+
+        Without ``ids`` int64 (n,) of each column, see :func:`contaccum.features.content_ids`, no duplicates are masked;
+        and as the texts are not known here, the encoder is not probed.
+        """
         ids = [None] * len(embeddings) if ids is None else ids
+        if self._trains:
+            self._say_what_is_off(ids)
         negatives = torch.stack(embeddings[2:], dim=1) if len(embeddings) > 2 else None
         known = [x for x in ids[2:] if x is not None]
         negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
@@ -154,6 +167,7 @@ class ContAccumLoss(nn.Module):
         With several ranks, all call it together, and those that do not ``keep`` it get an empty one. A bank that they
         share fits any number of ranks; banks of their own come out side by side, and fit as many ranks again.
         """
+        self._stepped = self._has_stepped
         state = dict(self.info_nces.state_dict())
         if state:
             state[_PROGRESS] = torch.tensor([self._probed_at, self._stepped])
@@ -176,6 +190,7 @@ class ContAccumLoss(nn.Module):
             own = f"{_OF_RANK}{rank()}."
             state = {key.removeprefix(own): value for key, value in state.items() if key.startswith(own)}
         probed_at, stepped = state.pop(_PROGRESS, torch.zeros(2, dtype=torch.int64)).tolist()
+        self._embedded_probe = None
         probe = {key.removeprefix(_PROBE): state.pop(key) for key in list(state) if key.startswith(_PROBE)}
         for size in {key.split(".", 1)[0] for key in state}:
             self._of_size(int(size))
@@ -198,16 +213,23 @@ class ContAccumLoss(nn.Module):
             "booktitle={Advances in Neural Information Processing Systems}, eprint={2406.12356}}"
         )
 
-    def _follow_encoder(self, features: list[dict[str, Any]]) -> None:
-        """Count updates, and probe the encoder when one has passed and enough pairs with it."""
-        _FOLLOWING.add(self)
-        stepped, self._stepped = self._stepped, False
-        if stepped:
-            for loss_fn in self._every():
-                loss_fn.end_update()
-        # MatryoshkaLoss replays the embeddings of a micro-step in order, and would take a probe's for them.
-        if self.settings["drift_compensation"] not in MOVES_ENTRIES or isinstance(self.model.forward, ForwardDecorator):
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled() and bool(self.settings["bank_size"])
+
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether an optimizer has moved the model since the last micro-step."""
+        return self._stepped or any(loss_fn.steps.stepped for loss_fn in self._every())
+
+    def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
+        """Encode the probe when an update has passed and enough pairs with it."""
+        # MatryoshkaLoss calls this for each size in turn, with a forward that replays the first one's embeddings.
+        forward: Any = self.model.forward
+        replays = isinstance(forward, ForwardDecorator)
+        if self.settings["drift_compensation"] not in MOVES_ENTRIES or (replays and forward.cache):
             return
+        stepped, self._stepped = self._has_stepped, False
         bank = None if self.info_nce is None else self.info_nce.bank
         first = self._probe is None and self.info_nce is None
         if first:
@@ -215,9 +237,35 @@ class ContAccumLoss(nn.Module):
         # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
         pairs = 0 if bank is None else bank.pairs
         if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
-            queries, passages = self._probe.encode(self.model, features)
-            self._of_size(queries.shape[-1]).observe_probe(queries, passages)
-            self._probed_at = pairs
+            self._probed_at, self._embedded_probe = pairs, (self._probe.encode(self.model, features), replays)
+            for size, loss_fn in self.info_nces.items():
+                self._observe(int(size), cast(BankedInfoNCE, loss_fn))
+
+    def _observe(self, size: int, loss_fn: BankedInfoNCE) -> None:
+        """Tell a bank of embeddings of that size what the probe's are."""
+        if self._embedded_probe is not None:
+            embeddings, shrinks = self._embedded_probe
+            loss_fn.observe_probe(*(shrink(x, size) if shrinks else x for x in embeddings))
+
+    def _say_what_is_off(self, ids: list[Tensor | None]) -> None:
+        """A warning for what the caller keeps from working."""
+        if self.settings["mask_duplicates"] and any(x is None for x in ids):
+            self._warn_once(
+                "duplicates are not masked, as some texts or images have no id; a loss that calls "
+                "compute_loss_from_embeddings can give ids=[content_ids(x) for x in sentence_features]"
+            )
+        loss_fn = self.info_nce
+        unprobed = loss_fn is not None and loss_fn.probe is None and loss_fn.bank is not None and loss_fn.bank.updates
+        if unprobed and self.settings["drift_compensation"] == "auto":
+            self._warn_once(
+                "no entry retires for its age, as these embeddings tell no text that could be encoded again; a loss "
+                "that calls compute_loss_from_embeddings can call info_nce.observe_probe after updates (docs/drift.md)"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            logger.warning(text)
+        self._said.add(text)
 
     @property
     def _shared(self) -> bool:
@@ -231,24 +279,8 @@ class ContAccumLoss(nn.Module):
         if str(size) not in self.info_nces:
             self.info_nces[str(size)] = loss_fn = BankedInfoNCE(**self.settings)
             loss_fn.positives = self._positives
+            self._observe(size, loss_fn)
         return cast(BankedInfoNCE, self.info_nces[str(size)])
-
-
-_FOLLOWING: weakref.WeakSet[ContAccumLoss] = weakref.WeakSet()
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Tell the losses whose model this optimizer moves, all of it or a part (adapters, one tower, one layer).
-
-    A hook of torch's, since parameters do not show it: fused optimizers leave their version counters as they were.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for loss in list(_FOLLOWING):
-        if any(p.requires_grad and id(p) in held for p in loss.model.parameters()):
-            loss._stepped = True
-
-
-register_optimizer_step_post_hook(_after_step)
 
 
 class TextProbe:
@@ -264,11 +296,9 @@ class TextProbe:
 
     @classmethod
     def of(cls, features: list[dict[str, Any]], shared: bool) -> TextProbe | None:
-        """Of this rank's micro-batch and the others'; None on every rank when texts are not rows of token ids."""
+        """Of this rank's micro-batch and the others'; None on every rank where first texts cannot be told apart."""
         wanted = -(-PROBE_TEXTS // world_size()) if shared else PROBE_TEXTS
-        tokens = [column.get("input_ids") for column in features[:2]]
-        fits = all(isinstance(x, Tensor) and x.ndim == 2 for x in tokens)
-        parts = [[_first_rows(column, wanted) if fits else {} for column in features[:2]]]
+        parts = [[first_rows(column, wanted) or {} for column in features[:2]]]
         if shared:
             device = next(x.device for column in features for x in column.values() if isinstance(x, Tensor))
             parts = [list(part) for part in zip(*(gather_states(x, device) for x in parts[0]), strict=True)]
@@ -281,7 +311,8 @@ class TextProbe:
         """
         ranks, own = (world_size(), rank()) if self.shared else (1, 0)
         first, end = (len(self.parts) * r // ranks for r in (own, own + 1))
-        device, found = next(model.parameters()).device, []
+        forward, device, found = model.forward, next(model.parameters()).device, []
+        encode = forward.fn if isinstance(forward, ForwardDecorator) else model
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -289,8 +320,9 @@ class TextProbe:
                 embeddings = []
                 for part in self.parts[first : max(end, first + 1)]:  # FSDP's forwards are collectives: none skips them
                     stored = {key: x.to(device) if x.ndim else x.item() for key, x in part[column].items()}
+                    about = {key: x for key, x in present.items() if not isinstance(x, (Tensor, int, float))}
                     with torch.no_grad():
-                        embeddings.append(model({**present, **stored})["sentence_embedding"].detach().clone())
+                        embeddings.append(encode({**about, **stored})["sentence_embedding"].detach().clone())
                 found.append(torch.cat(embeddings)[: None if end > first else 0])
         finally:
             for module, training in modes:
@@ -309,35 +341,3 @@ class TextProbe:
             part, column, key = name.split(".", 2)
             parts.setdefault(int(part), [{}, {}])[int(column)][key] = x
         return cls([parts[i] for i in sorted(parts)], shared)
-
-
-def _first_rows(column: dict[str, Any], rows: int) -> dict[str, Tensor]:
-    """The tensors and numbers of a column, of its first texts."""
-    n = len(column["input_ids"])
-    tensors = {key: torch.as_tensor(x) for key, x in column.items() if isinstance(x, (Tensor, int, float))}
-    return {key: x[:rows].clone() if x.ndim and len(x) == n else x for key, x in tensors.items()}
-
-
-def token_hashes(features: dict[str, Any]) -> Tensor | None:
-    """A 64-bit content hash of each tokenised text, int64 (n,); equal for equal tokens whatever the padding.
-
-    Texts that truncation makes equal are equal to the encoder as well, and so they are here. None when the features
-    hold no (n, length) ``input_ids`` (images, flattened inputs): then no duplicates are masked.
-    """
-    tokens = features.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        return None
-    attention = features.get("attention_mask")
-    present = torch.ones_like(tokens) if attention is None else attention.to(tokens.dtype)
-    # Positions count real tokens only, which makes the hash blind to the side and amount of padding.
-    position = present.cumsum(1)
-    mixed = mix64(tokens.long() * -7046029254386353131 + position.long() * -4417276706812531889)
-    return mix64((mixed * present.long()).sum(1))
-
-
-def mix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014), a bijection, on int64, whose products wrap around."""
-    # int64 shifts repeat the sign, where the finaliser shifts in zeros: with the sign, -1 and 0 would be one.
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
-    return x ^ (x >> 31 & (1 << 33) - 1)

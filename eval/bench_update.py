@@ -1,6 +1,7 @@
 """What an update costs: time and peak memory of one optimizer step, by method, pairs per update and bank size.
 
     python eval/bench_update.py --backbone minilm --local 8 --total 32 --bank 1024 8192 65536 --output update.json
+    python eval/bench_update.py --backbone decoder-100m --lora_r 8 --local 1 --total 32 --bank 4096 --output lora.json
 
 Weights are fresh and token ids made up: neither changes the cost. Methods take turns in a shuffled order within one
 run, so that other work on the machine falls on all of them, and what counts is the ratio to gradient accumulation in
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from contaccum.adapters import add_adapter
 from contaccum.encoders import DualEncoder, configure
 from contaccum.files import provenance, write_json
 from contaccum.training.arguments import BANK_METHODS, METHODS, ContAccumTrainingArguments
@@ -33,6 +35,8 @@ BACKBONES = {  # layers, hidden size, heads, feed-forward size
     "bert-base": (12, 768, 12, 3072),
     "minilm": (6, 384, 12, 1536),
     "tiny": (2, 32, 2, 64),
+    "decoder-100m": (12, 768, 12, 2048),  # Qwen3's architecture
+    "decoder-tiny": (2, 32, 2, 64),
 }
 Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
 
@@ -40,6 +44,8 @@ Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
 OPTIONS: dict[str, dict[str, Any]] = {
     "--backbone": {"choices": BACKBONES, "default": "minilm"},
     "--untied": {"action": "store_true", "help": "two towers instead of one"},
+    "--lora_r": {"type": int, "help": "train adapters of this rank instead of the weights"},
+    "--gradient_checkpointing": {"action": "store_true"},
     "--local": {"type": int, "default": 8, "help": "pairs per micro-batch"},
     "--total": {"type": int, "nargs": "+", "default": [128], "help": "pairs per update"},
     "--bank": {"type": int, "nargs": "+", "default": [1024], "help": "rows of each bank"},
@@ -58,15 +64,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_encoder(options: argparse.Namespace) -> DualEncoder:
     """A fresh encoder of a backbone's size, without dropout."""
-    from transformers import BertConfig, BertTokenizer
+    from transformers import BertConfig, BertTokenizer, Qwen3Config
 
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-    config = BertConfig(**dict(zip(names, BACKBONES[options.backbone], strict=True)))
+    sizes: dict[str, Any] = dict(zip(names, BACKBONES[options.backbone], strict=True))
+    if options.backbone.startswith("decoder"):
+        heads = sizes["num_attention_heads"]
+        sizes |= {"num_key_value_heads": -(-heads // 3), "head_dim": sizes["hidden_size"] // heads}
+        config: Any = Qwen3Config(vocab_size=30522, **sizes)
+    else:
+        config = BertConfig(**sizes)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
-    towers = {"tied": not options.untied, "pooling": "cls", "tokenizer": tokenizer, "device": options.device}
-    model = DualEncoder.from_backbone(config, **towers)
+    model = DualEncoder.from_backbone(config, tied=not options.untied, tokenizer=tokenizer, device=options.device)
     configure(model, dropout=0.0)
+    if options.lora_r:
+        add_adapter(model, options.lora_r)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
     return model.train()
 
 
@@ -120,7 +135,7 @@ class Update:
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW at its full cost, whose steps leave the weights where they are."""
-    return torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
 
 
 def seconds_of(update: Update) -> float:

@@ -133,7 +133,9 @@ def test_a_folder_holds_what_was_saved_last(bases: Path, tmp_path: Path) -> None
             assert np.array_equal(embeddings(cls(str(tmp_path), device="cpu")), embeddings(models[place]))
 
 
-def test_what_cannot_have_an_adapter_is_refused(bases: Path, tiny_config: Any, tiny_tokenizer: Any) -> None:
+def test_what_cannot_have_an_adapter_is_refused_and_one_over_weights_in_no_folder_is_merged(
+    bases: Path, tiny_config: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     def make() -> DualEncoder:
         return DualEncoder.from_backbone(bases / "bert", device="cpu")
 
@@ -146,8 +148,12 @@ def test_what_cannot_have_an_adapter_is_refused(bases: Path, tiny_config: Any, t
             add_adapter(make(), 4, target_modules=layers)
     with pytest.raises(ConfigError, match="has an adapter already"):
         add_adapter(adapted(bases / "bert"), 4)
-    with pytest.raises(ConfigError, match="save this model, and load it from there"):
-        add_adapter(DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer), 4)
+    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
+    add_adapter(model, 4)
+    with pytest.raises(ConfigError, match="saved without its base, which is not in"):
+        model.save_pretrained(str(tmp_path))
+    merge_adapter(model)
+    model.save_pretrained(str(tmp_path))
 
 
 def test_an_adapter_without_its_base_is_refused_in_one_line(bases: Path, tmp_path: Path) -> None:

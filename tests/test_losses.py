@@ -11,13 +11,18 @@ import torch
 from datasets import Dataset
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses.matryoshka import shrink
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from torch import nn
+from transformers import DataCollatorWithFlattening, Qwen3Config
 
 from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder, losses
 from contaccum.errors import ConfigError
-from contaccum.losses import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe, token_hashes
+from contaccum.features import content_ids, first_rows
+from contaccum.losses import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
+from contaccum.pairs import NO_ID
 
 
 @pytest.fixture
@@ -73,15 +78,32 @@ def test_trains_in_a_plain_sentence_transformer_trainer(model: DualEncoder, tmp_
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_matryoshka_keeps_a_bank_for_each_dimension(model: DualEncoder) -> None:
-    loss_fn = ContAccumLoss(model, bank_size=6)
-    wrapped = MatryoshkaLoss(model, loss_fn, [32, 16])
-    for step in range(3):
-        wrapped(features(model, 4, 2, seed=step), None).backward()
-    assert {size: nce.bank.fill for size, nce in loss_fn.info_nces.items()} == {"32": 6, "16": 6}
-    assert loss_fn.info_nce is loss_fn.info_nces["32"]
-    assert {nce.bank.dim for nce in loss_fn.info_nces.values()} == {16, 32}
-    assert loss_fn._probe is None  # the embeddings of a probe would be taken for those of the micro-step
+def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their_own_would(model: DualEncoder) -> None:
+    for module in model.modules():  # no dropout: each embeds the texts anew
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    other = copy.deepcopy(model.double())
+    loss_fn, dims = ContAccumLoss(model, bank_size=40), (32, 16, 8)
+    wrapped = MatryoshkaLoss(model, loss_fn, [*dims])
+    singles = [ContAccumLoss(other, bank_size=40, similarity_fct=cos_sim) for _ in dims]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, other)]
+    forward = other.forward
+    for step in range(24):
+        columns = features(model, 10, 2, seed=step % 5)
+        wrapped(columns, None).backward()
+        for dim, single in zip(dims, singles, strict=True):
+            other.forward = lambda x, dim=dim: {"sentence_embedding": shrink(forward(x)["sentence_embedding"], dim)}
+            single(columns, None).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loss_fn.info_nce is loss_fn.info_nces["32"] and {*loss_fn.info_nces} == {"32", "16", "8"}
+    for dim, single in zip(dims, singles, strict=True):
+        ours, theirs = loss_fn.info_nces[str(dim)], single.info_nce
+        assert (ours.bank.fill, ours.bank.updates, ours.bank.limit) == (40, 23, theirs.bank.limit)
+        assert ours.probe.pairs == theirs.probe.pairs and len(ours.probe.pairs) == 2
+        assert torch.allclose(ours.probe.embeddings, theirs.probe.embeddings, atol=1e-9)
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder) -> None:
@@ -125,17 +147,92 @@ def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(mode
     assert losses["known"][1] == pytest.approx(twice, rel=1e-5)
 
 
-def test_token_hash_is_blind_to_padding_sees_order_and_does_not_collide(tiny_tokenizer: Any) -> None:
-    short = ["cat dog bird", "dog cat bird", "cat dog", "cat dog bird"]
-    alone = [token_hashes(tiny_tokenizer([text], return_tensors="pt")).item() for text in short]
-    right = token_hashes(tiny_tokenizer([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
-    left = copy.deepcopy(tiny_tokenizer)
-    left.padding_side = "left"
-    padded_left = token_hashes(left([*short, "cat " * 20], padding=True, return_tensors="pt"))[:4].tolist()
-    assert alone == right == padded_left
-    assert len({*alone}) == 3 and alone[0] == alone[3]
-    tokens = torch.randint(1000, (100_000, 3))
-    assert len(set(token_hashes({"input_ids": tokens}).tolist())) == len(tokens.unique(dim=0))
+def flattened(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
+    """As sentence-transformers preprocesses them for FlashAttention."""
+    rows = [{"input_ids": row} for row in tokenizer(texts)["input_ids"]]
+    found = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+    return {key: x for key, x in found.items() if key != "labels"}
+
+
+def test_flattened_inputs_train_as_padded_ones_do(tiny_tokenizer: Any) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    config = Qwen3Config(vocab_size=len(tiny_tokenizer), **shape, **heads)
+    found = []
+    for flat in (True, False):
+        torch.manual_seed(0)
+        model = DualEncoder.from_backbone(config, tokenizer=tiny_tokenizer, pooling="lasttoken", device="cpu").double()
+        loss_fn = ContAccumLoss(model, bank_size=64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        losses = []
+        for step in range(24):
+            columns = [sentences(10, step % 5, 2), sentences(10, 9 + step % 7, 12)]  # texts come again while banked
+            padded = [dict(tiny_tokenizer(texts, padding=True, return_tensors="pt")) for texts in columns]
+            loss = loss_fn([flattened(tiny_tokenizer, texts) for texts in columns] if flat else padded)
+            loss.backward()
+            losses.append(loss.item())
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((losses, loss_fn.bank_state_dict()))
+    (losses, state), (expected, other) = found
+    assert losses == pytest.approx(expected, rel=1e-9) and losses[-1] != losses[0]
+    assert torch.equal(state["32.bank.ids"], other["32.bank.ids"])
+    assert len(state["32.probe.embeddings"]) > 2 and torch.allclose(
+        state["32.probe.embeddings"], other["32.probe.embeddings"], atol=1e-9
+    )
+
+
+def test_a_static_embedding_has_ids_and_a_probe(tiny_tokenizer: Any) -> None:
+    model = DualEncoder(modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=16)], device="cpu")
+    loss_fn, texts = ContAccumLoss(model.train(), bank_size=64), [sentences(16, 1, 3), sentences(16, 2, 9)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(20):
+        loss_fn([model.preprocess(column) for column in texts]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(loss_fn.info_nce.probe.pairs) == 3 and loss_fn.info_nce.drift_record()["drift_cosine_query"] < 0.9999
+    assert loss_fn.info_nce.bank.ids[1, :, 0].unique().numel() == len({*texts[1]})
+
+
+class Both(nn.Module):
+    """A loss of sentence-transformers' documentation: two of them over embeddings that are made once."""
+
+    def __init__(self, model: DualEncoder, loss_fn: ContAccumLoss, with_ids: bool) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.with_ids = model, loss_fn, with_ids
+
+    def forward(self, columns: list[dict[str, Any]]) -> torch.Tensor:
+        ids = {"ids": [content_ids(column) for column in columns]} if self.with_ids else {}
+        embeddings = [self.model(column)["sentence_embedding"] for column in columns]
+        distance = (embeddings[0] - embeddings[1]).square().sum(1).mean()
+        return distance + self.loss_fn.compute_loss_from_embeddings(embeddings, None, **ids)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(
+    model: DualEncoder, with_ids: bool, caplog: Any
+) -> None:
+    loss_fn = ContAccumLoss(model.train(), bank_size=64)
+    both, optimizer = Both(model, loss_fn, with_ids), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(10):
+        both(ids_of(16, step % 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_fn.bank_state_dict()
+    assert loss_fn.info_nce.bank.updates == 10 and loss_fn.info_nce.bank.age >= 4
+    assert bool((loss_fn.info_nce.bank.ids != NO_ID).any()) == with_ids
+    said = [record.message.split(",")[0] for record in caplog.records]
+    assert said == ([] if with_ids else ["duplicates are not masked"]) + ["no entry retires for its age"]
+
+
+def test_a_score_column_is_named_once(model: DualEncoder, caplog: Any) -> None:
+    loss_fn = ContAccumLoss(model.train(), bank_size=8)
+    for _ in range(3):
+        loss_fn(features(model, 4, 2), torch.rand(4))
+    assert [record.message for record in caplog.records] == [
+        "ContAccumLoss does not use the label or score column of the data"
+    ]
 
 
 def test_every_setting_of_the_loss_passes_through_under_its_own_name(model: DualEncoder) -> None:
@@ -263,7 +360,7 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(
 ) -> None:
     given = [[model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)]
     monkeypatch.setattr(losses, "world_size", lambda: 3)
-    gathered = iter([[losses._first_rows(features[i], 3) for features in given] for i in range(2)])
+    gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
     monkeypatch.setattr(losses, "gather_states", lambda own, device: next(gathered))
     probe = TextProbe.of(given[1], shared=True)
     whole = TextProbe(probe.parts, shared=False).encode(model, given[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contaccum.losses import mix64
+from contaccum.features import mix64
 from contaccum.pairs import NO_ID, PositivesTable, hidden
 
 

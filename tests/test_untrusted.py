@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from sample_texts import write_training_and_beir_data
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.modules import Dense
 from transformers import AutoModel, BertForSequenceClassification
 
 from contaccum import DualEncoder
+from contaccum.cli import main
 from contaccum.encoders import loading
 from contaccum.errors import UserError
 
@@ -129,12 +131,20 @@ def test_a_class_of_the_folder_s_choice_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["backbone", "tied", "cross"])
-def test_modelling_code_of_a_folder_is_refused(kind: str, harmless: Path, tmp_path: Path, mark: Path) -> None:
+def test_modelling_code_of_a_folder_is_refused(
+    kind: str, harmless: Path, tmp_path: Path, mark: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
     write_own_code(folder, mark)
     automatic = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
     change(folder / "config.json", model_type="evil", auto_map=dict.fromkeys(automatic, "evil.Evil"))
-    assert str(folder) in refused(kind, folder, mark)
+    line = f"{folder}: needs code that comes with it. Read that, then set trust_remote_code"
+    assert refused(kind, folder, mark) == line
+    if kind != "cross":
+        write_training_and_beir_data(tmp_path, 4)
+        keys = {"model": folder, "train_data": tmp_path / "pairs.jsonl", "output_dir": tmp_path / "out"}
+        assert main(["train", *(f"--{key}={value}" for key, value in keys.items())]) == 2
+        assert capsys.readouterr().err == f"contaccum: error: {line}\n" and not mark.exists()
 
 
 def test_code_of_a_folder_runs_by_the_flag_alone(harmless: Path, tmp_path: Path, mark: Path) -> None:

@@ -34,7 +34,7 @@ class ModelArguments:
 
     model: str = option("", "A folder or hub name: a SentenceTransformer, or a transformers backbone.")
     tied: bool = option(True, "One encoder for queries and passages, or two.")
-    pooling: str = option("cls", "For a backbone.", ("cls", "mean", "lasttoken"))
+    pooling: str | None = option(None, "For a backbone. Default: by architecture.", ("cls", "mean", "lasttoken"))
     normalize: bool = option(False, "For a backbone: scale embeddings to length 1.")
     query_prompt: str | None = option(None, "Put before every query.")
     passage_prompt: str | None = option(None, "Put before every passage.")

@@ -81,7 +81,9 @@ class Updates:
         update.pairs += _rows(inputs)
         while True:
             if self._tower_norms is None:
-                self._tower_norms = TowerGradNorms(trainer.accelerator.unwrap_model(model))
+                self._tower_norms = TowerGradNorms(
+                    trainer.accelerator.unwrap_model(model, keep_torch_compile=False), model
+                )
             try:
                 loss = self._micro_steps(model, first)
                 break

@@ -142,6 +142,10 @@ def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base
     assert train(places, full, model=full, lora_r=2) == 0
     assert not np.allclose(embeddings(full), before, atol=1e-3)
     assert (full / "model.safetensors").read_bytes() == weights
+    for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
+        (tied / name).unlink()  # as others save an adapter: without a word on pooling
+    assert train(places, tmp_path / "bare", model=tied, learning_rate=0.0) == 0
+    assert has_adapter(SentenceTransformer(str(tmp_path / "bare"), device="cpu"))
 
 
 @pytest.mark.parametrize(

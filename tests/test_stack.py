@@ -1,0 +1,140 @@
+"""The README's table of what works: each cell is tried here, those of sentence-transformers' losses too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sample_texts import sentences
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling, Router, StaticEmbedding
+from torch import nn
+from transformers import DataCollatorWithFlattening, Qwen3Config
+
+from contaccum import ContAccumLoss, DualEncoder
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+LOSSES: dict[str, Callable[[Any], nn.Module]] = {
+    "ContAccumLoss": lambda model: ContAccumLoss(model, bank_size=16),
+    "MultipleNegativesRankingLoss": MultipleNegativesRankingLoss,
+    "CachedMultipleNegativesRankingLoss": lambda model: CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+}
+
+
+class Case:
+    """A tiny model of the part's kind and a plain trainer's run of six updates: the losses, if it ends."""
+
+    def __init__(self, tokenizer: Any, config: Any, folder: Path) -> None:
+        self.tokenizer, self.config, self.folder = tokenizer, config, folder
+        self.model: Any = DualEncoder.from_backbone(config, tokenizer=tokenizer, pooling="mean", device="cpu")
+        self.columns: dict[str, Any] = {"anchor": sentences(48, 1, 3), "positive": sentences(48, 2, 9)}
+        self.arguments: dict[str, Any] = {}
+        self.wrap: Callable[[nn.Module], nn.Module] = lambda loss: loss
+
+    def run(self, name: str) -> list[float]:
+        arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "use_cpu": True}
+        arguments |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+        args = SentenceTransformerTrainingArguments(str(self.folder), disable_tqdm=True, **arguments | self.arguments)
+        loss = self.wrap(LOSSES[name](self.model))
+        data = Dataset.from_dict(self.columns)
+        trainer = SentenceTransformerTrainer(self.model, args, data, loss=loss)
+        before = [p.detach().clone() for p in self.model.parameters()]
+        trainer.train()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True))
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        assert moved and all(0 < x < 100 for x in losses), losses
+        bank = next((x.info_nce.bank for x in loss.modules() if isinstance(x, ContAccumLoss)), None)
+        assert bank is None or (bank.updates, bank.fill) == (5, 16)
+        return losses
+
+
+def gradient_checkpointing(case: Case) -> None:
+    case.arguments |= {"gradient_checkpointing": True}
+
+
+def lora(case: Case) -> None:
+    peft = pytest.importorskip("peft")
+    case.model.add_adapter(peft.LoraConfig(r=4, target_modules=["query", "value"]))
+
+
+def compiled(case: Case) -> None:
+    case.arguments |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
+def unpadded(case: Case) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    config = Qwen3Config(vocab_size=len(case.tokenizer), **shape, **heads)
+    case.model = DualEncoder.from_backbone(config, tokenizer=case.tokenizer, pooling="mean", device="cpu")
+    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def preprocess(texts: list[str], prompt: Any = None, **_: Any) -> dict[str, Any]:
+        found = flatten([{"input_ids": row} for row in case.tokenizer(texts)["input_ids"]])
+        return {key: x for key, x in found.items() if key != "labels"}
+
+    case.model[0].preprocess = preprocess
+
+
+def static(case: Case) -> None:
+    embedding = StaticEmbedding(case.tokenizer.backend_tokenizer, embedding_dim=16)
+    case.model = SentenceTransformer(modules=[embedding], device="cpu")
+
+
+class Pictures(nn.Module):
+    """Texts with a picture each behind one placeholder token, as a vision-language model gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3 * 4 * 4, 32)
+
+    def preprocess(self, inputs: list[Any], prompt: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+        draws = [torch.Generator().manual_seed(hash(str(x)) % 2**31) for x in inputs]
+        pixels = torch.stack([torch.randn(3, 4, 4, generator=draw) for draw in draws])
+        return {"input_ids": torch.full((len(inputs), 5), 7), "attention_mask": torch.ones(len(inputs), 5), "pixel_values": pixels}
+
+    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
+        features["sentence_embedding"] = self.inner(features["pixel_values"].flatten(1))
+        return features
+
+
+def multimodal(case: Case) -> None:
+    case.model = SentenceTransformer(modules=[Pictures()], device="cpu")
+
+
+def matryoshka(case: Case) -> None:
+    case.wrap = lambda loss: MatryoshkaLoss(case.model, loss, [32, 16])
+
+
+def router(case: Case) -> None:
+    case.model = DualEncoder.from_backbone(case.config, tied=False, tokenizer=case.tokenizer, pooling="mean", device="cpu")
+    case.arguments |= {"router_mapping": {"anchor": "query", "positive": "document"}}
+
+
+PARTS = {
+    "gradient checkpointing": gradient_checkpointing,
+    "LoRA": lora,
+    "torch.compile": compiled,
+    "unpadded inputs (FlashAttention-2)": unpadded,
+    "StaticEmbedding": static,
+    "images": multimodal,
+    "MatryoshkaLoss": matryoshka,
+    "Router": router,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_cell_of_the_table(name: str, part: str, tiny_tokenizer: Any, tiny_config: Any, tmp_path: Path) -> None:
+    case = Case(tiny_tokenizer, tiny_config, tmp_path)
+    PARTS[part](case)
+    print("LOSSES", case.run(name))
