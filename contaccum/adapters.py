@@ -111,6 +111,14 @@ def has_adapter(model: nn.Module) -> bool:
     return any(getattr(backbone, "peft_config", None) for backbone in backbones(model))
 
 
+def describe(model: nn.Module) -> list[dict[str, Any]]:
+    """Base, rank, weight, dropout and layers of each tower's adapter, for records; none without any."""
+    configs = [config for backbone in backbones(model) for config in getattr(backbone, "peft_config", {}).values()]
+    names = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
+    about = [{name: getattr(config, name, None) for name in names} for config in configs]
+    return [one | {"layers": sorted(config.target_modules)} for one, config in zip(about, configs, strict=True)]
+
+
 def require_peft(what: str) -> None:
     """Refuse, by a ConfigError, what needs peft where that is not installed."""
     if find_spec("peft") is None:

@@ -61,6 +61,8 @@ def keep_log_until(path: Path, update: int) -> None:
 
 def run_record(trainer: Any) -> dict[str, Any]:
     """The content of ``run.json``: what the run is, so that it can be repeated."""
+    from contaccum.adapters import describe
+
     args, evaluator = trainer.args, trainer.evaluator
     data = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset), **trainer.data_record}
     return {
@@ -72,6 +74,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "model": {
             "base": getattr(trainer.model.model_card_data, "base_model", None),
             "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "adapters": describe(trainer.model),
         },
         **({"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}),
         "arguments": trainer.given_arguments,

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from contaccum.adapters import has_adapter
+from contaccum.adapters import describe, has_adapter
 from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import DualEncoder, is_tied, loading
@@ -293,6 +293,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # Ranks may be other ones, where all hold one bank.
         found = {name: self.given_arguments.get(name) for name in checkpoint.SAME if name != "gather_across_devices"}
         found |= {"pairs per update": args.total_train_batch_size, "rows": rows_of(self.train_dataset)}
+        found["adapters"] = describe(self.model)
         found["trained parameters"] = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if self.fingerprint() is not None:
             found["data fingerprint"] = self.fingerprint()

@@ -17,6 +17,7 @@ from transformers import AutoModel, BertConfig, set_seed
 from contaccum import DualEncoder
 from contaccum.adapters import add_adapter, backbones, has_adapter
 from contaccum.cli import main
+from contaccum.errors import UserError
 
 TEXTS = sentences(4)
 DATA = {name: value for name, value in RUN.items() if name != "dropout"}
@@ -66,6 +67,13 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
     frozen = [parameter for parameter in resumed.model.parameters() if not parameter.requires_grad]
     assert sum("lora_" not in name for name, _ in resumed.model.named_parameters()) <= len(frozen)
     assert not list(tmp_path.rglob("model.safetensors"))  # checkpoints are of the adapter
+    record = json.loads((tmp_path / "whole" / "run.json").read_text())["model"]["adapters"]
+    assert [(one["r"], one["lora_alpha"]) for one in record] == [(2, 4)] * (1 if tied else 2)
+    if tied and not settings:
+        other = model_of(places, tied, dtype)
+        other[0].model.peft_config["default"].lora_alpha = 8
+        with pytest.raises(UserError, match="adapters"):
+            trainer_in(tmp_path / "other", model=other, **DATA).train(str(tmp_path / "whole" / "checkpoint-3"))
 
 
 def test_gradient_norms_are_those_of_each_towers_adapter(places: Path, trainer_in: Any, tmp_path: Path) -> None:
