@@ -53,7 +53,6 @@ def add_adapter(
     """
     require_peft("an adapter")
     from peft import LoraConfig
-    from peft.functional import cast_adapter_dtype
 
     found = backbones(model)
     if not found or has_adapter(model):
@@ -65,16 +64,24 @@ def add_adapter(
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 hint = closest(target, {name.rpartition(".")[2] for name in names})
                 raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{hint}")
-        layers: Any = targets or "all-linear"
-        config = LoraConfig(r=r, lora_alpha=alpha or 2 * r, lora_dropout=dropout, target_modules=layers)  # type: ignore[arg-type]
-        try:
-            backbone.add_adapter(config)
-        except ValueError as error:
-            raise ConfigError(f"lora_target_modules={layers}: {error}") from error
+    layers: Any = targets or "all-linear"
+    try:
+        put_adapter(model, LoraConfig(r=r, lora_alpha=alpha or 2 * r, lora_dropout=dropout, target_modules=layers))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(f"lora_target_modules={layers}: {error}") from error
+
+
+def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
+    """As :func:`add_adapter`, of any of peft's configs; raises what peft raises."""
+    from peft.functional import cast_adapter_dtype
+
+    for backbone in backbones(model):
+        own = copy.deepcopy(config)
+        backbone.add_adapter(own, name)
         base = backbone.name_or_path
-        config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base  # found from anywhere
-        cast_adapter_dtype(backbone, "default")  # most of an update would be rounded away in bfloat16
-    _share_frozen(found)
+        own.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base  # found from anywhere
+        cast_adapter_dtype(backbone, name or "default")  # most of an update would be rounded away in bfloat16
+    _share_frozen(backbones(model))
 
 
 def take_up_adapter(model: nn.Module) -> None:

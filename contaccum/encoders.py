@@ -131,6 +131,10 @@ class DualEncoder(SentenceTransformer):
             adapters.take_up_adapter(model)
             return model.to(kwargs.get("device") or get_device_name()) if late else model
 
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """As in SentenceTransformer, of peft's configs; with two towers each gets one, over one base."""
+        adapters.put_adapter(self, adapter_config, adapter_name)
+
     def save_pretrained(self, path: str, *args: Any, **kwargs: Any) -> None:
         """As in SentenceTransformer. Of a model with an adapter the adapter is saved, and where its base came from."""
         with adapters.saving(self, path):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, Qwen3Config
@@ -122,6 +123,16 @@ def test_towers_that_differ_keep_a_base_each(bases: Path, tmp_path: Path) -> Non
         loaded = DualEncoder.from_pretrained(tmp_path / place, device="cpu")
         assert has_adapter(loaded) and np.array_equal(embeddings(loaded), before)
         assert len(frozen(loaded)) == one + 1
+
+
+def test_sentence_transformers_own_add_adapter_adapts_both_towers_over_one_base(bases: Path, tmp_path: Path) -> None:
+    model = DualEncoder.from_backbone(bases / "bert", tied=False, pooling="mean", device="cpu").eval()
+    model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2 * 2 and all("lora_" in name for name in trained)  # towers, layers, places, A and B
+    assert len(frozen(model)) == len(list(AutoModel.from_pretrained(bases / "bert").parameters()))
+    model.save_pretrained(str(tmp_path))
+    assert np.array_equal(embeddings(SentenceTransformer(str(tmp_path), device="cpu")), embeddings(model))
 
 
 def test_a_folder_holds_what_was_saved_last(bases: Path, tmp_path: Path) -> None:

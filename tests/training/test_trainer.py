@@ -200,3 +200,18 @@ def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in: Any, tiny_model: A
     resumed = trainer_in(tmp_path / "b", model=model, loss=loss)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert differing(state_of(trainer), state_of(resumed)) == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_compiled_model_trains_as_one_that_is_not(trainer_in: Any, tmp_path: Path, tied: bool) -> None:
+    runs = []
+    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        folder = tmp_path / str(len(runs))
+        trainer = trainer_in(folder, 36, tied, **compiled)
+        trainer.train()
+        trainer.save_model(str(folder / "saved"))
+        SentenceTransformer(str(folder / "saved"), device="cpu")
+        runs.append(log_of(folder))
+    for plain, fast in zip(*runs, strict=True):
+        for key in ("loss", "grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill"):
+            assert fast[key] == pytest.approx(plain[key], rel=1e-4), key
