@@ -226,6 +226,14 @@ def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(
     assert said == ([] if with_ids else ["duplicates are not masked"]) + ["no entry retires for its age"]
 
 
+def test_positives_and_hard_negatives_are_encoded_in_one_pass_as_by_sentence_transformers(model: DualEncoder) -> None:
+    passes: list[int] = []
+    model.register_forward_hook(lambda module, inputs, output: passes.append(len(output["sentence_embedding"])))
+    for loss_fn in (ContAccumLoss(model, bank_size=8, drift_compensation="none"), MultipleNegativesRankingLoss(model)):
+        loss_fn.train()(features(model, 4, 5), None)
+    assert passes == [4, 16] * 2
+
+
 def test_a_score_column_is_named_once(model: DualEncoder, caplog: Any) -> None:
     loss_fn = ContAccumLoss(model.train(), bank_size=8)
     for _ in range(3):
