@@ -107,7 +107,8 @@ class Update:
     def fill(self) -> None:
         """A full bank, the cost that lasts; by hand, as the log-sums of that many rows would take minutes."""
         size = (self.rows, self.model.get_embedding_dimension())
-        self.loss.compute_loss_from_embeddings([torch.randn(size, device=self.options.device) for _ in range(2)])
+        ids: Any = [torch.arange(self.rows, device=self.options.device)] * 2
+        self.loss.compute_loss_from_embeddings([torch.randn(size, device=self.options.device) for _ in ids], ids=ids)
         bank = self.loss.info_nce.bank
         for rows in (bank.queries, bank.passages):
             rows.copy_(torch.nn.functional.normalize(torch.randn_like(rows), dim=-1))
