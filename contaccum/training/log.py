@@ -71,7 +71,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "data": data,
         "model": {
             "base": getattr(trainer.model.model_card_data, "base_model", None),
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "parameters": trainer.parameters,
         },
         **({"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}),
         "arguments": trainer.given_arguments,
