@@ -1,8 +1,9 @@
 """Measuring the gradient norms of the two towers.
 
 GradNormRatio (arXiv 2406.12356, section 5) is the passage tower's norm over the query tower's. Untied towers have a
-gradient each, so it is taken from the weights. Tied towers share theirs, so there it is taken from the gradients of
-the embeddings. Two banks of equal size keep the ratio near 1; with the passage bank alone it leaves 1.
+gradient each, so it is taken from the weights. Tied towers share theirs, and engines that shard (FSDP2, ZeRO) keep it
+to themselves, so there it is taken from the gradients of the embeddings. Two banks of equal size keep the ratio near 1;
+with the passage bank alone it leaves 1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from contaccum.distributed import over_ranks, world_size
 from contaccum.encoders import is_tied, tower
@@ -21,15 +21,17 @@ class TowerGradNorms:
     """Collects what each tower's gradient is over the micro-steps of an update.
 
     Args:
-        model: the model itself. Tied towers get a forward hook, which tells queries by their ``task``, "query".
+        model: the model itself. Without a gradient per tower, a forward hook tells queries by their ``task``, "query".
         called: what losses call, the model in whatever wraps it (a compiled one cannot be hooked from inside).
+        whole: whether weights have whole gradients on every rank.
     """
 
-    def __init__(self, model: SentenceTransformer, called: nn.Module | None = None) -> None:
+    def __init__(self, model: SentenceTransformer, called: nn.Module | None = None, whole: bool = True) -> None:
         towers = {"query": tower(model, "query"), "passage": tower(model, "document")}
         self._parameters = {name: list(module.parameters()) for name, module in towers.items()}
         self._squares: dict[str, Tensor] = {}
-        self._hook = (called or model).register_forward_hook(self._watch) if is_tied(model) else None
+        by_weights = whole and not is_tied(model)
+        self._hook = None if by_weights else (called or model).register_forward_hook(self._watch)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
@@ -67,5 +69,4 @@ class TowerGradNorms:
 
     def _weight_norms(self) -> dict[str, Tensor]:
         gradients = {name: [p.grad for p in every if p.grad is not None] for name, every in self._parameters.items()}
-        norms = {name: nn.utils.get_total_norm(given) for name, given in gradients.items() if given}
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in norms.items()}  # FSDP shards them
+        return {name: nn.utils.get_total_norm(given) for name, given in gradients.items() if given}

@@ -21,16 +21,15 @@ class StepWatch:
     """Whether the encoder behind some embeddings has been moved since they came.
 
     A step counts of an optimizer that holds any of the encoder's parameters (all, adapters, one tower). Engines that
-    step copies of them (ZeRO's float32 copies) hold none: until some optimizer holds one, a step counts of any that
-    holds as many numbers, in its share, as the encoder trains.
+    step copies of them (ZeRO's float32 copies) hold none: until some optimizer holds one, steps count that together
+    move as many numbers, of all ranks, as the encoder trains. ZeRO steps each of its groups by itself.
     """
 
     def __init__(self, stepped: bool = False) -> None:
         self.stepped = stepped
         self._parameters: list[Tensor] = []
-        self._trained = self._held = (
-            False  # whether embeddings have come since the last step; whether any was ever held
-        )
+        self._trained = self._held = False  # embeddings have come since the last step; any was ever held
+        self._copies: dict[int, int] = {}  # numbers of each copy that has stepped since embeddings came
         _WATCHES.add(self)
 
     def __reduce__(self) -> Any:  # a copy of a loss has embeddings of its own to come, and holds no model
@@ -38,7 +37,7 @@ class StepWatch:
 
     def follow(self, *embeddings: Tensor) -> None:
         """Embeddings with their graphs, of a micro-step that trains."""
-        self._trained = True
+        self._trained, self._copies = True, {}
         if not self._parameters:
             self._parameters = _parameters_of(embeddings)
 
@@ -48,8 +47,10 @@ class StepWatch:
         if own.intersection(ids):
             self.stepped = self._held = True
         elif self._trained and not self._held:
-            copies = sum(p.numel() for p in held if p.requires_grad or p.grad is not None)
-            self.stepped |= copies * world_size() >= sum(p.numel() for p in self._parameters)
+            self._copies |= {id(p): p.numel() for p in held if p.requires_grad or p.grad is not None}
+            # ZeRO-3 leaves a parameter empty outside of its module's forward and backward, with its size beside it.
+            trained = sum(getattr(p, "ds_numel", p.numel()) for p in self._parameters)
+            self.stepped |= sum(self._copies.values()) * world_size() >= trained
         self._trained &= not self.stepped
 
 

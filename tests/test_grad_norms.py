@@ -26,9 +26,12 @@ def test_norms_of_untied_towers_are_those_of_their_weights(tiny_config: Any, tin
     assert values["grad_norm_ratio"] == pytest.approx(values["grad_norm_passage"] / values["grad_norm_query"])
 
 
-def test_norms_of_tied_towers_are_those_of_their_embeddings(tiny_config: Any, tiny_tokenizer: Any) -> None:
-    model = DualEncoder.from_backbone(tiny_config, pooling="mean", tokenizer=tiny_tokenizer).eval()
-    norms = TowerGradNorms(model)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied but sharded"])
+def test_norms_where_no_tower_has_a_gradient_of_its_own_are_those_of_embeddings(
+    tied: bool, tiny_config: Any, tiny_tokenizer: Any
+) -> None:
+    model = DualEncoder.from_backbone(tiny_config, tied=tied, pooling="mean", tokenizer=tiny_tokenizer).eval()
+    norms = TowerGradNorms(model, whole=tied)
     for repeat in ("watched", "closed"):
         for task, size in (("query", 4.0), ("document", 1.0)):
             embeddings = model({**model.preprocess(["a b c"]), "task": task})["sentence_embedding"]

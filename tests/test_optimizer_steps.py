@@ -50,19 +50,26 @@ def adam(model: nn.Module) -> Callable[[], None]:
     return lambda: optimizer.step() and None
 
 
-def copies(model: nn.Module, flat: bool) -> Callable[[], None]:
-    """As engines do that keep float32 copies of half-precision weights, as they are or in one flat piece."""
+def copies(model: nn.Module, flat: bool, each: bool = False) -> Callable[[], None]:
+    """As engines do that keep float32 copies of half-precision weights, as they are or in one flat piece.
+
+    With ``each``, groups of weights are stepped one by one, by an optimizer that shows one at a time, as in ZeRO.
+    """
     parameters = [*model.parameters()]
     held = [torch.cat([p.detach().flatten() for p in parameters])] if flat else [p.detach().clone() for p in parameters]
     held = [nn.Parameter(x) for x in held]
-    optimizer = torch.optim.AdamW(held, lr=1e-2)
+    optimizer = torch.optim.AdamW([{"params": [x]} for x in held], lr=1e-2)
 
     def step() -> None:
         gradients = [p.grad for p in parameters]
         gradients = [torch.cat([g.flatten() for g in gradients])] if flat else gradients
         for mine, gradient in zip(held, gradients, strict=True):
             mine.grad = gradient.clone()
-        optimizer.step()
+        groups = optimizer.param_groups
+        for some in [[group] for group in groups] if each else [groups]:
+            optimizer.param_groups = some
+            optimizer.step()
+        optimizer.param_groups = groups
         new = held[0].split([p.numel() for p in parameters]) if flat else held
         with torch.no_grad():
             for p, x in zip(parameters, new, strict=True):
@@ -85,7 +92,10 @@ def test_a_loop_that_forgets_end_update_does_what_one_does_that_calls_it(drift: 
     assert all(torch.equal(a, b) for a, b in zip(found[0][3], found[1][3], strict=True))
 
 
-@pytest.mark.parametrize("kind", [adam, partial(copies, flat=False), partial(copies, flat=True)])
+COPIES = [partial(copies, flat=False), partial(copies, flat=True), partial(copies, flat=False, each=True)]
+
+
+@pytest.mark.parametrize("kind", [adam, *COPIES])
 def test_every_step_counts_once_of_an_optimizer_over_the_weights_or_copies_of_them(kind: Any) -> None:
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     run(model, loss_fn, kind(model))
@@ -111,6 +121,18 @@ def test_steps_of_other_models_do_not_count() -> None:
     run(model, loss_fn, adam(larger))
     loss_fn.state_dict()
     assert loss_fn.bank.updates == 6
+
+
+def test_copies_of_parameters_that_are_left_empty_count_when_all_have_stepped() -> None:
+    model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
+    held = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    loss_fn(*(model(x) for x in next(pairs(1))[0]))
+    for p in model.parameters():  # as ZeRO-3 does
+        p.ds_numel, p.data = p.numel(), torch.empty(0)
+    for some, updates in ((held[:2], 0), (held[2:], 1)):
+        torch.optim.SGD(some, lr=0.1).step()
+        loss_fn.state_dict()
+        assert loss_fn.bank.updates == updates
 
 
 def test_part_of_an_encoder_in_one_optimizer_and_cached_embeddings_count_too() -> None:

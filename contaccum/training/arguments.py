@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import compare_versions, is_deepspeed_available
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.errors import ConfigError, check_choice
@@ -25,6 +27,7 @@ METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
 BANK_METHODS = ("contaccum", "pre_batch")
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
+DEEPSPEED = "0.19.8"  # the version tested; early ones apply updates that are not finite, in bfloat16
 _ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum",)}
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -92,6 +95,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         super().__post_init__()
         self._refuse_on_this_machine()
         self._fit_sizes()
+        if self.deepspeed_plugin is not None:
+            self._settle_deepspeed()
         if self.keeps_bank and self.bank_size is None:
             self.bank_size = DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
@@ -120,18 +125,28 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             refuse(
                 {f"method={method} with {name}={value}: it is for {others}. Drop it": value and method not in methods}
             )
-        deepspeed = self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        engine = next((name for name in ("deepspeed", "fsdp") if getattr(self, name) or _launched_with(name)), None)
+        deepspeed = engine == "deepspeed"
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
         patient = self.early_stopping_patience is not None and name_of(self.eval_strategy) == "no"
         rules = {
-            "deepspeed is not supported: its engine owns the gradients. Set fsdp=true": deepspeed,
+            "method=grad_cache with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": (
+                deepspeed and method == "grad_cache"
+            ),
+            "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": (
+                deepspeed and self.fp16
+            ),
             "method=in_batch with gradient_accumulation_steps or auto: its update is one batch": one_batch,
             "auto_find_batch_size: set per_device_train_batch_size=auto, which keeps pairs": self.auto_find_batch_size,
             "per_device_train_batch_size=auto: say how many pairs an update has with total_train_batch_size": (
                 auto and self.total_train_batch_size is None
             ),
             "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps": patient,
-            "refresh_negatives_every with fsdp: drop one of them": self.refresh_negatives_every and self.fsdp,
+            f"per_device_train_batch_size=auto with {engine}: give a number": engine and auto,
+            f"refresh_negatives_every with {engine}: drop one of them": engine and self.refresh_negatives_every,
+            f"deepspeed needs DeepSpeed {DEEPSPEED} or later: pip install 'deepspeed>={DEEPSPEED}', or set fsdp=true": (
+                deepspeed and not (is_deepspeed_available() and compare_versions("deepspeed", ">=", DEEPSPEED))
+            ),
         }
         refuse(rules)
         refreshes = ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin")
@@ -167,6 +182,21 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self._encoded_at_once = n
             self.per_device_train_batch_size *= self.gradient_accumulation_steps
             self.gradient_accumulation_steps = 1
+
+    def _settle_deepspeed(self) -> None:
+        """Put into the engine's configuration what the arguments say, and what saving whole models needs."""
+        plugin: Any = self.deepspeed_plugin  # of no declared type
+        stage = plugin.hf_ds_config.get_value("zero_optimization.stage")
+        refuse({f"deepspeed with zero_optimization.stage={stage}: set 1, 2 or 3": stage not in (1, 2, 3)})
+        config = plugin.deepspeed_config
+        config.setdefault("gradient_clipping", self.max_grad_norm)
+        config |= {  # transformers filled them in before they were fitted to each other
+            "train_micro_batch_size_per_gpu": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "train_batch_size": self.total_train_batch_size,
+        }
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        unset_hf_deepspeed_config()  # else models would be loaded in shards, and called before there is an engine
 
     def take_micro_batch(self, n: int) -> None:
         """From now on micro-batches of ``n`` pairs, and as many of them as an update's pairs need."""
@@ -229,6 +259,11 @@ LOSS_SETTINGS = tuple(
     if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments that are the loss's own, and are passed on to it by name."""
+
+
+def _launched_with(engine: str) -> bool:
+    """Whether ``accelerate launch`` asks for an engine."""
+    return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
 
 
 def name_of(kind: Any) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import sort_checkpoints
 
 from contaccum.errors import DataError, UserError
@@ -58,6 +59,21 @@ def fault_of(folder: Path) -> str | None:
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             return f"{name} is not what was written"
     return None
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise `UserError` for a file that holds more than tensors and records of DeepSpeed, which would unpickle it."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        for path in sorted(folder.rglob("*.pt")):
+            try:
+                torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # of many kinds
+                mend = f"train from its weights with --model {folder}"
+                raise UserError(f"{path}: there is more in it than tensors, or it is damaged: {mend}") from error
 
 
 def facts_of(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "data": data,
         "model": {
             "base": getattr(trainer.model.model_card_data, "base_model", None),
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "parameters": trainer.parameters,
             "adapters": describe(trainer.model),
         },
         **({"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import TrainerState
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from contaccum.adapters import describe, has_adapter
@@ -99,6 +100,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss = make_loss(model, args) if loss is None else loss
         check_columns(args, loss, columns)
         settle_parameters(args, model, loss)
+        # Of all, and of those that train; counted here, as ZeRO-3 leaves parameters empty.
+        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        self.parameters, self.trained_parameters = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
         self.data_record = dict(data_record or {})
         self.batch_sampler: Any = None
@@ -108,6 +112,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         )
         if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
             raise ConfigError("fsdp with adapters of two towers: FSDP cannot shard the base that they share. Use DDP")
+        unset_hf_deepspeed_config()  # as the arguments have: the accelerator has set it again
         known = [x.known_positives for x in (*self.samplings, *samplings_of(eval_dataset))]
         pairs = [x for x in known if x is not None]
         for bank_loss in self.bank_losses():
@@ -126,6 +131,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
         for loss in self.loss.values() if isinstance(self.loss, dict) else [self.loss]:
             yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
+
+    @property
+    def engine(self) -> str | None:
+        """What shards weights or gradients over ranks; None: every rank has them whole."""
+        if self.is_deepspeed_enabled:
+            return f"ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage} on {self.args.world_size} ranks"
+        return "FSDP" if self.is_fsdp_enabled else None
 
     def fingerprint(self) -> str | None:
         """Of the training data: as given, or else computed once from its texts; None for a stream."""
@@ -167,6 +179,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 self.state = state
                 self._load_from_checkpoint(ended)
                 return TrainOutput(self.state.global_step, 0.0, {})
+            if self.is_deepspeed_enabled:
+                checkpoint.refuse_code(Path(self._checkpoint))
         try:
             with self.signals:
                 return super().train(self._checkpoint, trial, ignore_keys_for_eval)
@@ -239,8 +253,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in transformers, without credentials in the model card and without a pickle of the arguments."""
         folder, states = Path(str(output_dir or self.args.output_dir)), random_states()
-        if self.is_fsdp_enabled:
-            with _whole_parameters(self.model, self.accelerator.get_state_dict(self.model)):
+        if self.engine is not None:
+            begun = self.is_fsdp_enabled or self.deepspeed is not None  # before, DeepSpeed's weights are whole
+            state = self.accelerator.get_state_dict(self.model_wrapped) if begun else None
+            with _whole_parameters(self.model, state or {}):  # ZeRO-3 gives it to the first rank alone
                 if self.args.should_save:  # a model card would need a forward pass, and so all ranks
                     self.model.save_pretrained(str(folder), create_model_card=False)
         elif self.args.should_save:  # sentence-transformers has every rank write, one over the other
@@ -293,8 +309,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # Ranks may be other ones, where all hold one bank.
         found = {name: self.given_arguments.get(name) for name in checkpoint.SAME if name != "gather_across_devices"}
         found |= {"pairs per update": args.total_train_batch_size, "rows": rows_of(self.train_dataset)}
+        found |= {"trained parameters": self.trained_parameters, "engine": self.engine}
         found["adapters"] = describe(self.model)
-        found["trained parameters"] = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if self.fingerprint() is not None:
             found["data fingerprint"] = self.fingerprint()
         if args.avoids_duplicates or args.own_batch_sampler or isinstance(self.train_dataset, dict):
@@ -304,6 +320,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
         # Private: that of sentence-transformers knows no shards, no adapters of towers or over weights in 4 bits, nor
         # the model that FSDP's caller passes.
+        if self.deepspeed is not None:  # an engine with copies of the weights
+            deepspeed_load_checkpoint(self.deepspeed, checkpoint_path)
+            return
         trusted = bool(getattr(self.model, "trust_remote_code", False))
         with loading(checkpoint_path, trusted):
             try:
@@ -322,7 +341,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
 @contextmanager
 def _whole_parameters(model: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """For a while, the parameters of a model that FSDP shards are those of its full ``state``, to be saved."""
+    """For a while, the parameters of a model that an engine shards are those of its full ``state``, to be saved."""
     shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in state}
 
     def put(parameters: dict[str, nn.Parameter]) -> None:

@@ -77,13 +77,13 @@ class Updates:
         smaller micro-batch helps, or several ranks would have to agree on one.
         """
         update, trainer, first = self.present, self.trainer, len(self.present.inputs)
+        update.learning_rate = trainer.optimizer.param_groups[0]["lr"]  # DeepSpeed's may move on with its step
         update.inputs.append(inputs)
         update.pairs += _rows(inputs)
         while True:
             if self._tower_norms is None:
-                self._tower_norms = TowerGradNorms(
-                    trainer.accelerator.unwrap_model(model, keep_torch_compile=False), model
-                )
+                plain = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+                self._tower_norms = TowerGradNorms(plain, model, whole=trainer.engine is None)
             try:
                 loss = self._micro_steps(model, first)
                 break
@@ -97,9 +97,8 @@ class Updates:
             model.zero_grad()
             self._tower_norms.close()
             self._tower_norms, update.losses, update.places, first = None, [], [], 0
-        if trainer.accelerator.sync_gradients:  # the gradient is complete, and neither clipped nor unscaled yet
+        if trainer.accelerator.sync_gradients:  # the gradient is complete; only DeepSpeed has stepped with it by now
             update.norms = self._tower_norms.read(self.scale)
-            update.learning_rate = trainer.optimizer.param_groups[0]["lr"]
         return loss
 
     @property
@@ -127,7 +126,7 @@ class Updates:
     def _halve(self, what: str) -> None:
         args = self.trainer.args
         rows = min(self.rows_fit or args.pairs_per_micro_batch, max(map(_rows, self.present.inputs)))
-        if world_size() > 1:
+        if world_size() > 1 or self.trainer.is_deepspeed_enabled:  # which has reduced a part of the gradient by then
             mend = "lower per_device_train_batch_size, raise gradient_accumulation_steps, and resume from `last`"
             raise UserError(f"out of memory on rank {args.process_index} ({what}), which cannot split alone: {mend}")
         if rows <= self._least_rows:

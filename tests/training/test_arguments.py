@@ -29,7 +29,10 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"bank_size": -1}, ["bank_size"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
         ({"fp16": True}, ["fp16", "bf16"]),
-        ({"deepspeed": {"zero_optimization": {}}}, ["deepspeed", "fsdp=true"]),
+        ({"deepspeed": "zero.json", "method": "grad_cache"}, ["deepspeed", "method=grad_cache"]),
+        ({"deepspeed": "zero.json", "fp16": True}, ["deepspeed", "fp16=true", "bf16=true"]),
+        ({"fsdp": True, **AUTO, "total_train_batch_size": 12}, ["per_device_train_batch_size=auto", "fsdp"]),
+        ({"fsdp": True, "refresh_negatives_every": 10}, ["refresh_negatives_every", "fsdp"]),
         ({"auto_find_batch_size": True}, ["auto_find_batch_size", "per_device_train_batch_size=auto"]),
         (AUTO, ["per_device_train_batch_size=auto", "total_train_batch_size"]),
         ({**AUTO, "total_train_batch_size": 12, "method": "in_batch"}, ["in_batch", "auto"]),
@@ -54,13 +57,13 @@ def test_refused_with_both_names(settings: dict[str, Any], named: list[str], tmp
 
 def test_engines_that_the_environment_asks_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for environment, message in (
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed is not supported"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "method=grad_cache with deepspeed"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1 is not supported"),
     ):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=message):
             for name, value in environment.items():
                 patch.setenv(name, value)
-            ContAccumTrainingArguments(output_dir=str(tmp_path))
+            ContAccumTrainingArguments(output_dir=str(tmp_path), method="grad_cache")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-SCRIPT = Path(__file__).with_name("forked_runs.py")
 
-
-def run_script(what: str, folder: Path) -> dict[str, Any]:
-    paths = os.pathsep.join([str(SCRIPT.parent.parent), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
+def run_script(what: str, folder: Path, name: str = "forked_runs.py") -> dict[str, Any]:
+    script = Path(__file__).with_name(name)
+    paths = os.pathsep.join([str(script.parent.parent), str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(SCRIPT), what, str(folder)]
+    command = [sys.executable, str(script), what, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     errors = "\n".join(path.read_text()[-2000:] for path in folder.glob("error-*.txt"))
     assert done.returncode == 0, done.stderr[-3000:] + errors
