@@ -21,6 +21,7 @@ from forked_runs import COMMON, ROOT, arguments, build, on_ranks
 from tiny_runs import pairs
 from transformers.utils import logging as transformers_logging
 
+import contaccum.losses
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -87,6 +88,7 @@ def train(engine: str, case: str, model: Any) -> None:
 
 
 def main() -> None:
+    contaccum.losses.PAIRS_PER_PROBE = 8
     models = {case: build(case != "untied", normalize=False) for case in CASES}
     for p in models["resumed"].parameters():
         p.data.zero_()  # its checkpoint has others
