@@ -66,8 +66,8 @@ def first_rows(features: dict[str, Any], rows: int) -> dict[str, Tensor] | None:
     """Copies of the tensors and numbers of a column's first texts; None where the others cannot be left out."""
     n, found = rows_in(features), features
     if n is None or n > rows:
-        ids, known = content_ids(features), "cu_seq_lens_q" in features or "offsets" in features
-        if ids is None or not (known or _starts(features) is None):
+        ids = content_ids(features)
+        if ids is None:
             return None
         if "offsets" in features:
             tokens, offsets = features["input_ids"], features["offsets"]
@@ -75,7 +75,8 @@ def first_rows(features: dict[str, Any], rows: int) -> dict[str, Tensor] | None:
         else:
             found = _create_minibatch(features, 0, rows)
         first = content_ids(found)
-        if first is None or not torch.equal(first, ids[:rows]):  # pictures of a text, before sentence-transformers 6.2
+        # Some layouts are cut elsewhere: texts told apart by places alone, pictures before sentence-transformers 6.2.
+        if first is None or not torch.equal(first, ids[:rows]):
             return None
     return {key: torch.as_tensor(x).clone() for key, x in found.items() if isinstance(x, (Tensor, int, float))}
 
