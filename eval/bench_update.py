@@ -106,9 +106,7 @@ class Update:
 
     def fill(self) -> None:
         """A full bank, the cost that lasts; by hand, as the log-sums of that many rows would take minutes."""
-        size = (self.rows, self.model.get_embedding_dimension())
-        ids: Any = [torch.arange(self.rows, device=self.options.device)] * 2
-        self.loss.compute_loss_from_embeddings([torch.randn(size, device=self.options.device) for _ in ids], ids=ids)
+        self.loss(self.columns(), None)  # makes the bank and the probe
         bank = self.loss.info_nce.bank
         for rows in (bank.queries, bank.passages):
             rows.copy_(torch.nn.functional.normalize(torch.randn_like(rows), dim=-1))
@@ -116,19 +114,19 @@ class Update:
             values.zero_()
         bank.set_extra_state(torch.tensor([bank.bank_size, bank.slots, 0, bank.slots, 0, 0]))
 
-    def features(self, length: int, task: str) -> dict[str, Any]:
-        """A column of made-up texts, all of one length."""
-        ids = torch.randint(5, 30522, (self.rows, length), device=self.options.device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "task": task}
+    def columns(self) -> list[dict[str, Any]]:
+        """Made-up queries and passages, each of one length."""
+        lengths = {"query": self.options.query_length, "document": self.options.passage_length}
+        shapes = {task: (self.rows, length) for task, length in lengths.items()}
+        ids = {task: torch.randint(5, 30522, shape, device=self.options.device) for task, shape in shapes.items()}
+        return [{"input_ids": x, "attention_mask": torch.ones_like(x), "task": task} for task, x in ids.items()]
 
     def run(self) -> None:
         """One update."""
         kind, dtype = torch.device(self.options.device).type, getattr(torch, self.options.precision)
         for _ in range(self.micro_steps):
-            lengths = {"query": self.options.query_length, "document": self.options.passage_length}
-            columns = [self.features(length, task) for task, length in lengths.items()]
             with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
-                loss = self.loss(columns, None)
+                loss = self.loss(self.columns(), None)
             (loss / self.micro_steps).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
