@@ -13,6 +13,7 @@ from contaccum.version import __version__ as __version__
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder as DualEncoder
     from contaccum.info_nce import BankedInfoNCE as BankedInfoNCE
+    from contaccum.losses import CachedContAccumLoss as CachedContAccumLoss
     from contaccum.losses import ContAccumLoss as ContAccumLoss
     from contaccum.memory_bank import MemoryBank as MemoryBank
     from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
@@ -22,6 +23,7 @@ _HOMES = {
     "MemoryBank": "contaccum.memory_bank",
     "BankedInfoNCE": "contaccum.info_nce",
     "ContAccumLoss": "contaccum.losses",
+    "CachedContAccumLoss": "contaccum.losses",
     "DualEncoder": "contaccum.encoders",
     "ContAccumTrainer": "contaccum.training.trainer",
     "ContAccumTrainingArguments": "contaccum.training.arguments",

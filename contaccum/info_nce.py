@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
+from contaccum.centering import CENTERINGS, GradientCentering, towers_to_center
 from contaccum.distributed import from_first_rank, gather_batch, world_size
 from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
@@ -52,6 +53,11 @@ class BankedInfoNCE(nn.Module):
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower; ``"auto"`` also retires
             those that :meth:`observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
             :meth:`end_update`; ``"none"`` is the paper. See docs/drift.md.
+        center_gradients: ``"both"``, ``"passages"`` or ``"queries"`` take the mean out of the gradients of that tower's
+            embeddings, so that no update moves it as a whole; ``"none"``; ``"auto"``: both while ``drift_compensation``
+            is ``"auto"`` and entries of an older encoder are in use. See docs/drift.md.
+        pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank: that mean is then taken
+            over the update. None: over each micro-batch by itself. See :meth:`begin_update`.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss, in their order;
             they may bring different numbers of pairs, even none. Every rank then holds the same bank and returns the
@@ -86,6 +92,8 @@ class BankedInfoNCE(nn.Module):
         drift_compensation: Literal["auto", "mean", "fresh", "none"] = "auto",
         bank_dtype: torch.dtype | None = None,
         gather_across_devices: bool = False,
+        center_gradients: Literal["auto", "both", "passages", "queries", "none"] = "auto",
+        pairs_per_update: int | None = None,
     ) -> None:
         super().__init__()
         check_bank_sizes(bank_size, query_bank_size)
@@ -94,11 +102,13 @@ class BankedInfoNCE(nn.Module):
         check_choice("similarity", similarity, ("dot", "cos"))
         check_choice("normalize_by", normalize_by, ("local", "all"))
         check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
+        check_choice("center_gradients", center_gradients, CENTERINGS)
         self.bank_size, self.query_bank_size = bank_size, query_bank_size
         self.temperature, self.similarity, self.normalize_by = temperature, similarity, normalize_by
         self.mask_duplicates, self.bank_hard_negatives = mask_duplicates, bank_hard_negatives
         self.drift_compensation, self.bank_dtype = drift_compensation, bank_dtype
-        self.gather_across_devices = gather_across_devices
+        self.gather_across_devices, self.center_gradients = gather_across_devices, center_gradients
+        self.centering = GradientCentering(pairs_per_update)
         self.bank: MemoryBank | None = None
         self.passage_mean: RunningMean | None = None
         self.query_mean: RunningMean | None = None
@@ -196,13 +206,13 @@ class BankedInfoNCE(nn.Module):
 
     def _gradients(self, step: _MicroStep) -> list[Tensor]:
         """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
-        if self.bank is None:
-            return list(torch.autograd.grad(step.loss, step.leaves))
-        middle = [step.pairs.queries, step.pairs.columns]
-        *found, weights = torch.autograd.grad(step.loss, [*middle, step.scores.of_columns])
-        self.last |= self._masses(step, self.bank, weights.sum(0) * step.share)
-        if self.drift_compensation == "auto" and self.bank.aged:
-            found = [_without_mean(g) for g in found]
+        bank, middle = self.bank, [step.pairs.queries, step.pairs.columns]
+        wanted = middle if bank is None else [*middle, step.scores.of_columns]
+        queries, columns, *weights = torch.autograd.grad(step.loss, wanted)
+        if bank is not None:
+            self.last |= self._masses(step, bank, weights[0].sum(0) * step.share)
+        aged = bank is not None and self.drift_compensation == "auto" and bank.aged > 0
+        found = self.centering([queries, columns], towers_to_center(self.center_gradients, aged))
         return list(torch.autograd.grad(middle, step.leaves, found))
 
     @torch.no_grad()
@@ -237,12 +247,17 @@ class BankedInfoNCE(nn.Module):
 
     # What a training loop says ---------------------------------------------------------------------------------------
 
+    def begin_update(self, pairs: int) -> None:
+        """Say how many pairs the coming micro-batches will have until the optimizer steps, where updates differ."""
+        self.centering.begin_update(pairs)
+
     def end_update(self) -> None:
         """Say that the encoder has been moved: ages of entries are counted in updates.
 
         Steps of torch's optimizers are noticed at the next micro-step, or here, and count once.
         """
         self.steps.stepped = False
+        self.centering.begin_update(self.centering.pairs)
         if self.bank is not None:
             self._ended_at = self.bank.pairs
             self.bank.end_update()
@@ -252,10 +267,10 @@ class BankedInfoNCE(nn.Module):
     def _notice_update(self) -> None:
         """End the update that an optimizer has ended by now, unless that was said."""
         bank, stepped, self.steps.stepped = self.bank, self.steps.stepped, False
+        if stepped and (bank is None or bank.pairs > self._ended_at):
+            self.end_update()
         if bank is None:
             return
-        if stepped and bank.pairs > self._ended_at:
-            self.end_update()
         if bank.updates == 0 and self.probe is None and bank.pairs >= max(4 * self.bank_size, _UNSEEN_PAIRS):
             if not self._warned:
                 logger.warning(f"no update was seen in {bank.pairs:,} pairs: {_UNSEEN}")
@@ -377,13 +392,3 @@ class _HandOver(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)
-
-
-def _without_mean(gradient: Tensor) -> Tensor:
-    """The gradients of a tower's embeddings (..., d) less what pushes all of them the same way, if there are several.
-
-    The passage gradients of a whole batch sum to zero. Those of a micro-batch against a bank do not: the bank's columns
-    take none. What is left over is the direction in which new embeddings flee old ones.
-    """
-    flat = gradient.flatten(0, -2)
-    return gradient - flat.mean(0) if len(flat) > 1 else gradient

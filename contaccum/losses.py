@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
 from sentence_transformers.base.losses.merged_forward import embed_columns
-from sentence_transformers.sentence_transformer.losses.matryoshka import ForwardDecorator, shrink
+from sentence_transformers.sentence_transformer.losses.matryoshka import CachedLossDecorator, ForwardDecorator, shrink
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
@@ -104,6 +105,7 @@ class ContAccumLoss(nn.Module):
         self._probe: TextProbe | None = None
         self._probed_at = 0  # pairs that the bank had seen
         self._embedded_probe: tuple[list[Tensor], bool] | None = None  # the last, and whether sizes are cut from it
+        self._pairs_in_update: int | None = None  # of the one under way, where a training loop has told
         self._said: set[str] = set()
         self._stepped = False  # of a state: whether an optimizer had moved the model since its last micro-step
 
@@ -113,16 +115,7 @@ class ContAccumLoss(nn.Module):
         ``labels`` int64 (n, columns) are ids of the texts. Any others are not used, and ids are hashes of the content.
         """
         features = list(sentence_features)
-        if len(features) < 2:
-            raise ValueError(f"ContAccumLoss needs (anchor, positive, ...) columns, got {len(features)}")
-        if self._trains:
-            self._probe_encoder(features)
-        if labels is not None and labels.shape == (len(labels), len(features)) and labels.dtype == torch.int64:
-            ids: list[Tensor | None] = list(labels.unbind(1))
-        else:
-            ids = [content_ids(column) for column in features]
-            if labels is not None:
-                self._warn_once("ContAccumLoss does not use the label or score column of the data")
+        ids = self._look_at(features, labels)
         return self.compute_loss_from_embeddings(embed_columns(self.model, features), labels, ids)
 
     def compute_loss_from_embeddings(
@@ -151,6 +144,15 @@ class ContAccumLoss(nn.Module):
     def last(self) -> dict[str, Any]:
         """Diagnostics of the last call in training; see :class:`BankedInfoNCE`."""
         return {} if self.info_nce is None else self.info_nce.last
+
+    def begin_update(self, pairs: int) -> None:
+        """Say how many pairs the coming micro-batches will have until the optimizer steps; see :class:`BankedInfoNCE`.
+
+        Needed only where updates differ in that: ``pairs_per_update`` says it once and for all.
+        """
+        self._pairs_in_update = pairs
+        for loss_fn in self._every():
+            loss_fn.begin_update(pairs)
 
     def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
         """Never take these for negatives of each other, wherever they meet: ids of all positives, int64 (r,) each.
@@ -222,13 +224,27 @@ class ContAccumLoss(nn.Module):
         """Whether an optimizer has moved the model since the last micro-step."""
         return self._stepped or any(loss_fn.steps.stepped for loss_fn in self._every())
 
+    def _look_at(self, features: list[dict[str, Any]], labels: Tensor | None) -> list[Tensor | None]:
+        """What a micro-batch tells before it is encoded: the ids of its texts; and the probe, if one is due."""
+        if len(features) < 2:
+            raise ValueError(f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}")
+        if self._trains:
+            self._probe_encoder(features)
+        if labels is not None and labels.shape == (len(labels), len(features)) and labels.dtype == torch.int64:
+            return list(labels.unbind(1))
+        if labels is not None:
+            self._warn_once(f"{type(self).__name__} does not use the label or score column of the data")
+        return [content_ids(column) for column in features]
+
     def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
         """Encode the probe when an update has passed and enough pairs with it."""
-        # MatryoshkaLoss calls this for each size in turn, with a forward that replays the first one's embeddings.
+        # MatryoshkaLoss calls this for each size in turn, with a forward that replays the first one's embeddings; of a
+        # cached loss it shrinks what calculate_loss gets.
         forward: Any = self.model.forward
         replays = isinstance(forward, ForwardDecorator)
         if self.settings["drift_compensation"] not in MOVES_ENTRIES or (replays and forward.cache):
             return
+        shrinks = replays or isinstance(vars(self).get("calculate_loss"), CachedLossDecorator)
         stepped, self._stepped = self._has_stepped, False
         bank = None if self.info_nce is None else self.info_nce.bank
         first = self._probe is None and self.info_nce is None
@@ -237,7 +253,7 @@ class ContAccumLoss(nn.Module):
         # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
         pairs = 0 if bank is None else bank.pairs
         if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
-            self._probed_at, self._embedded_probe = pairs, (self._probe.encode(self.model, features), replays)
+            self._probed_at, self._embedded_probe = pairs, (self._probe.encode(self.model, features), shrinks)
             for size, loss_fn in self.info_nces.items():
                 self._observe(int(size), cast(BankedInfoNCE, loss_fn))
 
@@ -279,8 +295,70 @@ class ContAccumLoss(nn.Module):
         if str(size) not in self.info_nces:
             self.info_nces[str(size)] = loss_fn = BankedInfoNCE(**self.settings)
             loss_fn.positives = self._positives
+            if self._pairs_in_update is not None:
+                loss_fn.begin_update(self._pairs_in_update)
             self._observe(size, loss_fn)
         return cast(BankedInfoNCE, self.info_nces[str(size)])
+
+
+class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
+    """:class:`ContAccumLoss` over a gradient cache: every pair has the whole batch for fresh negatives, and the bank.
+
+    What :class:`ContAccumLoss` is to MultipleNegativesRankingLoss, this is to CachedMultipleNegativesRankingLoss: the
+    batch is encoded without gradients first, ``mini_batch_size`` texts at a time, then again with those of its
+    embeddings. It takes GradCache's time; the bank adds negatives, not memory of activations.
+
+    Args:
+        mini_batch_size: texts that are encoded at once.
+        mini_batch_num_tokens: tokens that are encoded at once, instead.
+        show_progress_bar: over mini-batches.
+        Others: as in :class:`ContAccumLoss`.
+
+    Raises:
+        ConfigError (a ValueError): for settings that cannot work; a StaticEmbedding, whose texts lie in one stream.
+
+    Relations:
+        - :class:`CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
+
+    Example::
+
+        loss = CachedContAccumLoss(model, bank_size=4096, mini_batch_size=8)
+        args = SentenceTransformerTrainingArguments(output_dir="runs/example", per_device_train_batch_size=128)
+        SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset, loss=loss).train()
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        bank_size: int = 1024,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, bank_size, scale, similarity_fct, gather_across_devices, **settings)
+        if has_static_embedding_input(model):
+            raise ConfigError("CachedContAccumLoss cannot split a StaticEmbedding's texts: use ContAccumLoss")
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
+            raise ConfigError(f"mini_batch_num_tokens must be at least 1, got {mini_batch_num_tokens}")
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The loss of a batch of tokenised columns; as in :class:`ContAccumLoss`."""
+        features = list(sentence_features)
+        ids: Any = self._look_at(features, labels)
+        return self.forward_cached(features, ids)
+
+    def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
+        """The loss of a batch that is encoded, a list of mini-batches for each column; ``labels`` are its ids."""
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], None, labels)
+        if with_backward:
+            loss.backward()
+        return loss.detach()
 
 
 class TextProbe:

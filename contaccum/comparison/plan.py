@@ -13,15 +13,13 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, METHODS, ContAccumTrainingArguments
+from contaccum.training.arguments import BANK_METHODS, METHODS, OF_A_BANK, ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, as_options, parse
 
 Options = Mapping[str, Sequence[str]]
 """Key of `contaccum train` -> its values, as text."""
 
 _KEYS = frozenset(f.name for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments) for f in fields(cls))
-# Settings of the loss that every method has; the others are the bank's.
-_OF_EVERY_LOSS = ("similarity", "temperature", "gather_across_devices")
 _SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
 
 
@@ -153,7 +151,7 @@ def _by_key(tokens: Sequence[str]) -> dict[str, list[str]]:
 
 def _applies(key: str, method: str) -> bool:
     """Whether a training argument means anything to a method."""
-    return method in BANK_METHODS or key not in LOSS_SETTINGS or key in _OF_EVERY_LOSS
+    return method in BANK_METHODS or key not in OF_A_BANK
 
 
 def _labels(entry: Entry, cell: Mapping[str, str], grid: Options) -> dict[str, str]:

@@ -19,16 +19,20 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
+from contaccum.centering import CENTERINGS
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.info_nce import BankedInfoNCE
 
-METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch")
-BANK_METHODS = ("contaccum", "pre_batch")
+METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
+BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
+CACHED_METHODS = ("grad_cache", "contaccum_cached")
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 DEEPSPEED = "0.19.8"  # the version tested; early ones apply updates that are not finite, in bfloat16
-_ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum",)}
+_ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum", "contaccum_cached")}
+OF_A_BANK = ("bank_size", "query_bank_size", "normalize_by", "bank_hard_negatives", "drift_compensation", "bank_dtype")
+"""Settings of the loss that mean nothing without a bank; the others are every method's."""
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -56,20 +60,22 @@ def refuse_alone(settings: Any, needs: Mapping[str, str]) -> None:
 class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
-    A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for
-    every method: ``grad_cache`` turns them into one batch that is encoded a micro-batch at a time. Raises `ConfigError`
+    A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for every
+    method: ``grad_cache`` and ``contaccum_cached`` turn them into one batch that is encoded a micro-batch at a time.
+    Every setting that needs no bank is for every method. Raises `ConfigError`
     for combinations that cannot work, naming both settings.
     """
 
     method: str = option("contaccum", "How an update gets its negatives; see docs/training.md.", METHODS)
-    bank_size: int | None = option(None, f"Rows of each bank (contaccum, pre_batch). Default {DEFAULT_BANK_SIZE}.")
+    bank_size: int | None = option(None, f"Rows of each bank, with methods that have one. Default {DEFAULT_BANK_SIZE}.")
     query_bank_size: int | None = option(None, "Rows of the query bank: bank_size (default), or 0, which is pre_batch.")
     similarity: str | None = option(None, "Default: the model's own.", ("cos", "dot"))
     temperature: float | None = option(None, "Divides the scores. Default 0.05 with cos, 1.0 with dot.")
     normalize_by: str = option("local", "local: mean over the local rows. all: over bank rows too, as in the paper.")
-    mask_duplicates: bool = option(True, "Known positives of a query are not its negatives (contaccum, pre_batch).")
+    mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
+    center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)
     bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
     refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")
@@ -130,8 +136,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
         patient = self.early_stopping_patience is not None and name_of(self.eval_strategy) == "no"
         rules = {
-            "method=grad_cache with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": (
-                deepspeed and method == "grad_cache"
+            f"method={method} with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": (
+                deepspeed and method in CACHED_METHODS
             ),
             "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": (
                 deepspeed and self.fp16
@@ -178,7 +184,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self.gradient_accumulation_steps = pairs // (n * ranks)
         self.total_train_batch_size = n * self.gradient_accumulation_steps * ranks
         self._encoded_at_once: int | None = None  # of a batch that is a whole update
-        if self.method == "grad_cache":  # one batch per update, encoded in micro-batches: what GradCache computes
+        if self.caches:  # one batch per update, encoded in micro-batches: what GradCache computes
             self._encoded_at_once = n
             self.per_device_train_batch_size *= self.gradient_accumulation_steps
             self.gradient_accumulation_steps = 1
@@ -200,7 +206,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
 
     def take_micro_batch(self, n: int) -> None:
         """From now on micro-batches of ``n`` pairs, and as many of them as an update's pairs need."""
-        if self.method == "grad_cache":
+        if self.caches:
             self._encoded_at_once = n
         else:
             self.gradient_accumulation_steps = self.per_device_train_batch_size * self.gradient_accumulation_steps // n
@@ -219,6 +225,11 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     def keeps_bank(self) -> bool:
         """Whether the method is one with a bank."""
         return self.method in BANK_METHODS
+
+    @property
+    def caches(self) -> bool:
+        """Whether the method encodes an update's pairs twice, for it has a gradient cache."""
+        return self.method in CACHED_METHODS
 
     @property
     def order_seed(self) -> int:

@@ -6,34 +6,33 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
-from torch import Tensor, nn
+from torch import Tensor
 
 from contaccum.data.sampling import LABELS
 from contaccum.encoders import is_tied
 from contaccum.errors import ConfigError
-from contaccum.losses import ContAccumLoss
+from contaccum.losses import CachedContAccumLoss, ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 Columns = dict[str | None, list[str]]
 """Text columns in order, by the name of the set; None for a single one."""
 
 
-def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> nn.Module:
-    """The loss that ``args.method`` names; the baselines are sentence-transformers' own."""
+def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> ContAccumLoss:
+    """The loss that ``args.method`` names. A baseline's is the same without a bank, and so it has every other setting.
+
+    It is then MultipleNegativesRankingLoss, or the cached one, to the last digits, but for masks and centring.
+    """
     own = "dot" if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot") else "cos"
     settings = args.loss_settings(own)
-    common = {
-        "scale": 1.0 / settings.pop("temperature"),
-        "similarity_fct": cos_sim if settings.pop("similarity") == "cos" else dot_score,
-        "gather_across_devices": settings.pop("gather_across_devices"),
-    }
-    if args.keeps_bank:
-        return ContAccumLoss(model, **common, **settings)
-    if args.method == "grad_cache":
-        return CachedMultipleNegativesRankingLoss(model, mini_batch_size=args.pairs_per_micro_batch, **common)
-    return MultipleNegativesRankingLoss(model, **common)
+    settings["scale"] = 1.0 / settings.pop("temperature")
+    settings["similarity_fct"] = cos_sim if settings.pop("similarity") == "cos" else dot_score
+    if args.caches:
+        return CachedContAccumLoss(model, mini_batch_size=args.pairs_per_micro_batch, **settings)
+    return ContAccumLoss(model, **settings)
 
 
 def columns_by_set(dataset: Any) -> Columns:
@@ -65,13 +64,14 @@ def take_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, col
 
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
     """Refuse data that has no positives, or nothing that could be a negative; raises `ConfigError` naming the set."""
-    baseline = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
+    in_batch = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
+    in_batch |= isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
     alone = args.per_device_train_batch_size == 1 and not (args.gathers or args.finds_micro_batch)
     for name, names in columns.items():
         of = "the training data" if name is None else f"training set {name!r}"
         if len(names) < 2:
             raise ConfigError(f"{of} has only the column {names[0]!r}: it needs a query and a positive")
-        if baseline and len(names) == 2 and alone:
+        if in_batch and len(names) == 2 and alone:
             raise ConfigError(
                 f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in {of}: a query has "
                 "no negative. Raise the batch size, or set method=contaccum"
@@ -85,8 +85,9 @@ def settle_parameters(args: ContAccumTrainingArguments, model: SentenceTransform
     that read sentence embeddings and nothing else, :func:`freeze_unused` does that work, on any number of ranks. Losses
     with a gradient cache call the model once per backward pass, where DDP's search is right, and needed.
     """
-    cached = isinstance(loss, CachedMultipleNegativesRankingLoss)
-    known = cached or isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss))
+    cached = uses_gradient_cache(loss)
+    ours = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss))
+    known = ours or isinstance(loss, CachedMultipleNegativesRankingLoss)
     if known:
         freeze_unused(model)
     if not cached and (known or not is_tied(model)):

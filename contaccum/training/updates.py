@@ -22,12 +22,13 @@ import numpy as np
 import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
+from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks, world_size
 from contaccum.errors import UserError
+from contaccum.features import rows_in
 from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
 
@@ -57,7 +58,7 @@ class Updates:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.caches = isinstance(trainer.loss, CachedMultipleNegativesRankingLoss)
+        self.caches = uses_gradient_cache(trainer.loss)
         self.rows_fit: int | None = None  # of a micro-step, once memory has run out at more
         self.skipped = 0  # as they were not finite
         self._tower_norms: TowerGradNorms | None = None
@@ -79,7 +80,7 @@ class Updates:
         update, trainer, first = self.present, self.trainer, len(self.present.inputs)
         update.learning_rate = trainer.optimizer.param_groups[0]["lr"]  # DeepSpeed's may move on with its step
         update.inputs.append(inputs)
-        update.pairs += _rows(inputs)
+        update.pairs += self._pairs_of(inputs)
         while True:
             if self._tower_norms is None:
                 plain = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -107,9 +108,22 @@ class Updates:
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         return 1.0 if scaler is None else scaler.get_scale()
 
+    def _pairs_of(self, inputs: dict[str, Any]) -> int:
+        return rows_in(self.trainer.collect_features(inputs)[0][0]) or 0
+
+    def _begin_losses(self) -> None:
+        """Tell the loss how many pairs the update has; where there are several, each gets a part that nobody knows."""
+        pairs = self._pairs_of(self.present.inputs[0]) * self.trainer.current_gradient_accumulation_steps
+        for loss in [] if isinstance(self.trainer.loss, dict) else self.trainer.bank_losses():
+            shared = loss.settings["gather_across_devices"]
+            found = torch.tensor(pairs, device=self.trainer.args.device)
+            loss.begin_update(int(over_ranks("SUM", found)) if shared else pairs)
+
     def _micro_steps(self, model: nn.Module, first: int) -> Tensor:
         """Micro-steps of the micro-batches from ``first`` on; the loss of the last one."""
         update = self.present
+        if first == 0:
+            self._begin_losses()
         loss = torch.zeros((), device=self.trainer.args.device)
         for index in range(first, len(update.inputs)):
             inputs, is_last = update.inputs[index], index == len(update.inputs) - 1
@@ -132,8 +146,7 @@ class Updates:
         if rows <= self._least_rows:
             raise UserError(f"out of memory at a micro-batch of {rows} ({what}): {WHAT_ELSE}")
         self.rows_fit = max(rows // 2, self._least_rows)
-        if self.caches:
-            self.trainer.loss.mini_batch_size = self.rows_fit
+        _encode_at_once(self.trainer.loss, self.rows_fit)
         logger.warning(
             f"update {self.trainer.state.global_step + 1}: out of memory at a micro-batch of {rows} ({what}); from "
             f"here on it is {self.rows_fit}, in as many more micro-steps: pairs per update stay"
@@ -143,7 +156,7 @@ class Updates:
     def _least_rows(self) -> int:
         """The smallest micro-batch: 1 where a query alone has negatives, of a bank, of a cache, or hard ones."""
         trainer = self.trainer
-        alone = trainer.hard_negatives or trainer.args.method == "grad_cache" or list(trainer.bank_losses())
+        alone = trainer.hard_negatives or self.caches or any(x.settings["bank_size"] for x in trainer.bank_losses())
         return 1 if alone else 2
 
     def find_micro_batch(self) -> None:
@@ -182,8 +195,7 @@ class Updates:
         for one in loss.modules():
             if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
                 one.settings = {**one.settings, "gather_across_devices": False}
-        if self.caches:
-            loss.mini_batch_size = n
+        _encode_at_once(loss, n)
         states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
         try:
             for _ in range(2):  # the second has gradients and a bank beside it
@@ -198,8 +210,7 @@ class Updates:
     def take_micro_batch(self, n: int) -> None:
         """From now on micro-batches of ``n`` pairs."""
         self.trainer.args.take_micro_batch(n)
-        if self.caches:
-            self.trainer.loss.mini_batch_size = n
+        _encode_at_once(self.trainer.loss, n)
 
     # Numbers that are not finite -------------------------------------------------------------------------------------
 
@@ -245,6 +256,13 @@ class Updates:
 def _spoil_if_not_finite(module: nn.Module, arguments: Any, loss: Any) -> Any:
     """A loss that is not finite gets a gradient that is not finite either, on whichever rank it is."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan) if isinstance(loss, Tensor) else loss
+
+
+def _encode_at_once(loss: Any, rows: int) -> None:
+    """Set the mini-batches of a gradient cache, if the loss or what it wraps has one."""
+    for module in loss.modules() if uses_gradient_cache(loss) else ():
+        if hasattr(module, "mini_batch_size"):
+            module.mini_batch_size = rows
 
 
 def _rows(inputs: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ from tiny_runs import RUN, SAVES, log_of, pairs, state_of
 from transformers import BertConfig, set_seed
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.training.arguments import BANK_METHODS
 
 Maker = Callable[..., ContAccumTrainer]
 
@@ -65,7 +66,7 @@ def trainer_in(tiny_model: Callable[..., DualEncoder]) -> Maker:
             "seed": 5,
             "disable_tqdm": True,
         } | settings
-        if settings["method"] in ("contaccum", "pre_batch"):
+        if settings["method"] in BANK_METHODS:
             settings.setdefault("bank_size", 20)
         args = ContAccumTrainingArguments(output_dir=str(folder), **settings)
         data = pairs(data) if isinstance(data, int) else data

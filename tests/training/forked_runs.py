@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.training.arguments import BANK_METHODS
 
 UPDATES = 12
 ROOT = Path(sys.argv[2])
@@ -68,7 +69,7 @@ def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
         "use_cpu": True,
         "seed": 5,
     } | given
-    if settings.get("method", "contaccum") in ("contaccum", "pre_batch"):
+    if settings.get("method", "contaccum") in BANK_METHODS:
         settings.setdefault("bank_size", 10)
     return settings
 
@@ -167,6 +168,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grad_accum": {"method": "grad_accum", "negatives": 1},
     "grad_cache": {"method": "grad_cache", "negatives": 1},
     "grad_cache, untied": {"method": "grad_cache", "tied": False},
+    "contaccum_cached": {"method": "contaccum_cached", "negatives": 1, "gradient_accumulation_steps": 1},
     "contaccum": {"max_grad_norm": 0.5},
     "contaccum, untied": {"tied": False, "negatives": 1, "max_grad_norm": 0.5},
     "pre_batch": {"method": "pre_batch", "negatives": 1},
@@ -179,7 +181,7 @@ COMMON = {"rows": 48, "max_steps": 2, "save_strategy": "no", "bank_size": 20} | 
 def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     """Model and settings of a case whose micro-batches on all ranks are the same eight pairs."""
     given = {**COMMON, **CASES[name], "per_device_train_batch_size": 8 // ranks}
-    keeps_bank = given.get("method", "contaccum") in ("contaccum", "pre_batch")
+    keeps_bank = given.get("method", "contaccum") in BANK_METHODS
     if not keeps_bank:
         del given["bank_size"]
         given["gather_across_devices"] = ranks > 1

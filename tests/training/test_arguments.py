@@ -77,7 +77,7 @@ def test_the_bank_follows_from_the_method(
     assert (args.bank_size, args.query_bank_size) == (bank_size, query_bank_size)
 
 
-@pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum", "pre_batch"])
+@pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"])
 def test_pairs_per_update_are_the_same_for_every_method_and_survive_a_round_trip(method: str, tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 16}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), method=method, **sizes)
@@ -91,13 +91,16 @@ def test_accumulation_steps_follow_from_pairs_per_update(tmp_path: Path) -> None
 
 
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_model: Any, tmp_path: Path) -> None:
-    assert set(LOSS_SETTINGS) == set(inspect.signature(BankedInfoNCE).parameters)
+    told_by_the_trainer = {"pairs_per_update"}
+    assert set(LOSS_SETTINGS) == set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
     given = {"bank_size": 7, "query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False}
     given |= {"bank_hard_negatives": False, "drift_compensation": "none", "bank_dtype": "bfloat16"}
+    given |= {"center_gradients": "queries"}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given)
     loss = make_loss(tiny_model(), args)
     assert isinstance(loss, ContAccumLoss)
     expected = {**given, "similarity": "dot", "temperature": 0.5, "gather_across_devices": False}
+    expected |= dict.fromkeys(told_by_the_trainer)
     assert {name: str(value) for name, value in loss.settings.items()} == {
         name: str(value).replace("bfloat16", "torch.bfloat16") for name, value in expected.items()
     }

@@ -16,9 +16,10 @@ from tiny_runs import RUN, SAVES, differing, log_of, pairs, state_of
 
 from contaccum import ContAccumTrainer
 from contaccum.errors import ConfigError
+from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.log import RUN_RECORD
 
-METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch"]
+METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"]
 
 
 def test_at_most_eight_methods_of_the_parents_are_overridden() -> None:
@@ -91,7 +92,7 @@ def test_every_method_trains_and_logs_each_update(trainer_in: Any, method: str, 
     log = log_of(tmp_path)
     assert [(line["update"], line["pairs"]) for line in log] == [(i + 1, 4 * k) for i in range(6 // k)]
     assert all(line["loss"] > 0 and 0.01 < line["grad_norm_ratio"] < 100 for line in log)
-    assert log[-1]["bank_fill"] == (20 if method in ("contaccum", "pre_batch") else 0)
+    assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 

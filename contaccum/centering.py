@@ -1,0 +1,58 @@
+"""Centring of gradients: no update moves a tower's embeddings as a whole.
+
+Of a whole batch the gradients of all passages sum to zero: the softmax pulls as much as it pushes. Those of a
+micro-batch against a bank do not, because the bank's columns take none, and what is left over drives new embeddings
+away from old ones. It is taken out over the update, in one pass: what the micro-steps so far have left over is spread
+over the rows that are still to come. A tower needs one vector for it. docs/drift.md tells what it is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+CENTERINGS = ("auto", "both", "passages", "queries", "none")
+
+
+class GradientCentering:
+    """What each tower's gradients of the update under way sum to, as corrected.
+
+    Args:
+        pairs_per_update: pairs of all micro-batches of an update; None: every micro-batch is centred by itself.
+    """
+
+    def __init__(self, pairs_per_update: int | None = None) -> None:
+        self.begin_update(pairs_per_update)
+
+    def begin_update(self, pairs: int | None) -> None:
+        """Forget what is left over; the update that begins has that many pairs."""
+        self.pairs, self._to_come = pairs, pairs or 0
+        self._left_over: dict[int, Tensor] = {}
+
+    def __call__(self, gradients: Sequence[Tensor], towers: Sequence[bool]) -> list[Tensor]:
+        """Those of a micro-batch, (n, ..., d) for each tower, corrected for the ``towers`` that are asked for.
+
+        With its last pair, the gradients of an update have summed to zero. One that is the only one stays as it is.
+        """
+        n = len(gradients[0])
+        if self._to_come < n:  # the next update begins, or nothing is known of any
+            self.begin_update(self.pairs)
+            self._to_come = max(self._to_come, n)
+        centred = list(gradients)
+        for tower in (i for i, asked in enumerate(towers) if asked):
+            rows = gradients[tower].flatten(0, -2)
+            if len(rows) == self._to_come == 1 and tower not in self._left_over:
+                continue  # it would take itself out
+            left_over = rows.sum(0) + self._left_over.get(tower, 0)
+            share = n / self._to_come / max(len(rows), 1)  # that a row takes over; the update's last ones take all
+            centred[tower] = gradients[tower] - left_over * share
+            self._left_over[tower] = left_over * (1 - n / self._to_come)
+        self._to_come -= n
+        return centred
+
+
+def towers_to_center(setting: str, aged: bool) -> tuple[bool, bool]:
+    """Whether the gradients of queries and of passages are centred; ``aged``: with entries of an older encoder."""
+    both = setting == "both" or (setting == "auto" and aged)
+    return both or setting == "queries", both or setting == "passages"
