@@ -58,6 +58,8 @@ class BankedInfoNCE(nn.Module):
             is ``"auto"`` and entries of an older encoder are in use. See docs/drift.md.
         pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank: that mean is then taken
             over the update. None: over each micro-batch by itself. See :meth:`begin_update`.
+        bank_weight: how often a banked pair counts beside a local one, as a negative and as a row; above 1: how many
+            pairs the bank counts as together. A banked row's own positive counts once.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss, in their order;
             they may bring different numbers of pairs, even none. Every rank then holds the same bank and returns the
@@ -94,9 +96,12 @@ class BankedInfoNCE(nn.Module):
         gather_across_devices: bool = False,
         center_gradients: Literal["auto", "both", "passages", "queries", "none"] = "auto",
         pairs_per_update: int | None = None,
+        bank_weight: float = 1.0,
     ) -> None:
         super().__init__()
         check_bank_sizes(bank_size, query_bank_size)
+        if not 0 < bank_weight < math.inf:
+            raise ConfigError(f"bank_weight must be a positive number, got {bank_weight!r}")
         if not 0 < temperature < math.inf:
             raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
         check_choice("similarity", similarity, ("dot", "cos"))
@@ -108,7 +113,7 @@ class BankedInfoNCE(nn.Module):
         self.mask_duplicates, self.bank_hard_negatives = mask_duplicates, bank_hard_negatives
         self.drift_compensation, self.bank_dtype = drift_compensation, bank_dtype
         self.gather_across_devices, self.center_gradients = gather_across_devices, center_gradients
-        self.centering = GradientCentering(pairs_per_update)
+        self.centering, self.bank_weight = GradientCentering(pairs_per_update), bank_weight
         self.bank: MemoryBank | None = None
         self.passage_mean: RunningMean | None = None
         self.query_mean: RunningMean | None = None
@@ -183,17 +188,19 @@ class BankedInfoNCE(nn.Module):
             # its tower then, so a new one is what it is beside that of now.
             columns = columns - (means[0][1][0] if means else self.passage_mean.mean)
         pairs = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())
+        weight = 1.0
         if bank is None:
             scores = pairs.scores(queries / self.temperature, self.positives)
             bank_losses, bank_rows = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
         else:
+            weight = self.bank_weight if self.bank_weight <= 1 else min(self.bank_weight / max(bank.in_use, 1), 1.0)
             scores = bank.scores(pairs, self.positives, None if self.query_mean is None else self.query_mean.mean)
-            bank_losses, bank_rows = bank.row_losses(scores)
-        log_sum = torch.cat([scores.own.flatten(1), scores.by_block], dim=1).logsumexp(1)
+            bank_losses, bank_rows = bank.row_losses(scores, math.log(weight))
+        log_sum = torch.cat([scores.own.flatten(1), scores.by_block + math.log(weight)], dim=1).logsumexp(1)
         local_losses = log_sum - scores.positive
         n, passages = len(queries), units[1].detach()
-        share = n + (bank_rows if self.normalize_by == "all" else 0)
-        loss = (local_losses.sum() + bank_losses.sum()) / share
+        share = n + (weight * bank_rows if self.normalize_by == "all" else 0)
+        loss = (local_losses.sum() + weight * bank_losses.sum()) / share
         spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
         self.last = {
             "local_loss": local_losses.detach().mean(),

@@ -49,7 +49,7 @@ class MemoryBank(nn.Module):
     columns: Tensor  # (m, 1 + h, d): a passage, then its hard negatives
     ids: Tensor  # int64 (2, m, 1 + h): of the query that a passage came with, and its own
     absent: Tensor  # (m, 1 + h), added to the scores of a column: 0 where it is in use, else vanishingly low
-    log_sums: Tensor  # (blocks, m), logsumexp of each row over the columns of each block
+    log_sums: Tensor  # (blocks, m), logsumexp of each row over the negatives in the columns of each block
     log_sum: Tensor  # (m,), and over all of them
     positive: Tensor  # (m,), score of each row's own passage
     origins: Tensor  # (m / note, d), where the mean of the query tower was when rows came
@@ -154,11 +154,15 @@ class MemoryBank(nn.Module):
             on_rows=of_rows.logsumexp(0),
         )
 
-    def row_losses(self, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Losses of the banked rows, (m,), 0 where a row is not in use; and how many are, a scalar."""
+    def row_losses(self, scores: Scores, log_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Losses of the banked rows, (m,), 0 where a row is not in use; and how many are, a scalar.
+
+        A banked negative counts ``exp(log_weight)`` times; a row's own positive and local columns once.
+        """
         m = len(scores.on_rows)
-        log_sums, in_use = torch.logaddexp(self.log_sum[:m], scores.on_rows), self.absent[:m, 0] == 0
-        return (log_sums - self.positive[:m]) * in_use, in_use.sum()
+        positive, in_use = self.positive[:m], self.absent[:m, 0] == 0
+        banked = torch.logaddexp(positive, self.log_sum[:m] + log_weight)
+        return (torch.logaddexp(banked, scores.on_rows) - positive) * in_use, in_use.sum()
 
     # Entries come and go ---------------------------------------------------------------------------------------------
 
@@ -238,14 +242,15 @@ class MemoryBank(nn.Module):
     ) -> Tensor:
         """Add new columns to the sums of old rows; returns (blocks, n), the sums of the new rows."""
         (n, width), m = scores.of_rows.shape[:2], self.span
-        room = min(width, self.columns.shape[1])
+        room, own = min(width, self.columns.shape[1]), scores.own.clone()
+        own[:, :, 0].fill_diagonal_(self.low)
         sums = self.log_sums.new_full((len(self.log_sums), n), self.low)
         sums[: m // self.block] = scores.by_block.T
         for blocks in forgotten:
             sums[blocks] = self.low
         for blocks, _, at in runs:
             count = blocks.stop - blocks.start
-            new = scores.own[:, at, :room].reshape(n, count, -1).logsumexp(2).T
+            new = own[:, at, :room].reshape(n, count, -1).logsumexp(2).T
             sums[blocks] = torch.logaddexp(sums[blocks], new)
             old = scores.on_rows[None]
             if count > 1 or room < width or at != slice(0, n):

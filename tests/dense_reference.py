@@ -20,6 +20,7 @@ def dense_loss(
     normalize_by: str = "local",
     masked: Tensor | None = None,
     moved: Tensor | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
     """Mean row loss over local rows (or all), of every row against every column.
 
@@ -28,6 +29,7 @@ def dense_loss(
         positives: the column of each row's positive.
         masked: bool (rows, columns), columns that a row leaves out.
         moved: (rows, d), how far a row counts as moved in its push on the columns, though not in its scores.
+        weight: how often a banked row counts in the sum, and a banked column other than the own positive in a row.
     """
     q, c = torch.cat(rows), torch.cat(columns)
     scores = q @ c.T / temperature
@@ -36,8 +38,13 @@ def dense_loss(
         scores = scores + push - push.detach()
     if masked is not None:
         scores = scores.masked_fill(masked, -torch.inf)
-    losses = torch.nn.functional.cross_entropy(scores, torch.tensor(positives), reduction="none")
-    return losses.sum() / (local_rows if normalize_by == "local" else len(losses))
+    counts = torch.ones_like(scores)
+    counts[:, len(columns[0]) :] = weight
+    counts[torch.arange(len(positives)), positives] = 1.0
+    losses = torch.nn.functional.cross_entropy(scores + counts.log(), torch.tensor(positives), reduction="none")
+    of_rows = torch.ones_like(losses)
+    of_rows[local_rows:] = weight
+    return (losses * of_rows).sum() / (local_rows if normalize_by == "local" else of_rows.sum())
 
 
 def masked_columns(rows: Tensor, positives: list[int], columns: Tensor, table: set[tuple[int, int]]) -> Tensor:
@@ -94,7 +101,8 @@ class History:
             columns_of[[*range(0, n * width, width), *starts.tolist()], 0] = torch.stack([i[0] for i in about])
             rows_of = torch.stack([i[:2] for i in about])[: len(positives)]
             masked = masked_columns(rows_of, positives, columns_of, self.table)
-        return dense_loss(rows, parts, positives, n, fn.temperature, fn.normalize_by, masked, moved)
+        weight = fn.bank_weight if fn.bank_weight <= 1 else min(1.0, fn.bank_weight / max(len(used), 1))
+        return dense_loss(rows, parts, positives, n, fn.temperature, fn.normalize_by, masked, moved, weight)
 
     def add(self, inputs: list[Tensor], ids: list[Tensor]) -> None:
         """Note a micro-batch that the loss has enqueued by now."""

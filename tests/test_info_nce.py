@@ -83,6 +83,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"drift_compensation": "auto", "similarity": "cos", "temperature": 0.1},
     "probed": {"drift_compensation": "auto", "similarity": "cos", "temperature": 0.1},
     "fresh": {"drift_compensation": "fresh"},
+    "a third": {"drift_compensation": "auto", "similarity": "cos", "bank_weight": 1 / 3, "normalize_by": "all"},
+    "counts as five": {"bank_weight": 5, "query_bank_size": 0},
+    "counts as nine": {"bank_weight": 9, "temperature": 0.5},
 }
 
 

@@ -31,7 +31,15 @@ DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 DEEPSPEED = "0.19.8"  # the version tested; early ones apply updates that are not finite, in bfloat16
 _ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum", "contaccum_cached")}
-OF_A_BANK = ("bank_size", "query_bank_size", "normalize_by", "bank_hard_negatives", "drift_compensation", "bank_dtype")
+OF_A_BANK = (
+    "bank_size",
+    "query_bank_size",
+    "normalize_by",
+    "bank_hard_negatives",
+    "drift_compensation",
+    "bank_weight",
+    "bank_dtype",
+)
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -76,6 +84,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)
+    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: how many pairs the bank counts as.")
     bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
     refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")

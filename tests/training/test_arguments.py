@@ -95,7 +95,7 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_
     assert set(LOSS_SETTINGS) == set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
     given = {"bank_size": 7, "query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False}
     given |= {"bank_hard_negatives": False, "drift_compensation": "none", "bank_dtype": "bfloat16"}
-    given |= {"center_gradients": "queries"}
+    given |= {"center_gradients": "queries", "bank_weight": 128.0}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given)
     loss = make_loss(tiny_model(), args)
     assert isinstance(loss, ContAccumLoss)
