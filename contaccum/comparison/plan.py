@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
@@ -130,6 +130,24 @@ def make_plan(
         name = _name(entry.name, labels)
         groups[name] = groups.get(name) or _group(name, entry, labels, options)
     return Plan(list(entries.values()), values, list(dict.fromkeys(seeds)), baseline, groups, pairs)
+
+
+def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
+    """{entry: {setting of the loss: its value, or those of its groups}}; "-" where it means nothing to the method.
+
+    A setting that means nothing to any of the entries is left out.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, method, _ in plan.entries:
+        parsed = [group.parsed[2] for group in plan.groups.values() if group.entry == name]
+        values = {key: dict.fromkeys(_shown(getattr(args, key)) for args in parsed) for key in LOSS_SETTINGS}
+        found[name] = {key: " or ".join(values[key]) if _applies(key, method) else "-" for key in LOSS_SETTINGS}
+    kept = [key for key in LOSS_SETTINGS if any(_applies(key, entry.method) for entry in plan.entries)]
+    return {name: {key: values[key] for key in kept} for name, values in found.items()}
+
+
+def _shown(value: Any) -> str:
+    return "default" if value is None else str(value).lower()
 
 
 def as_tokens(options: Options) -> list[str]:

@@ -129,6 +129,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "data_order": _data_order(args, data),
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
+        "pairs_trained": sum(record["pairs"] for record in log),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds),
         "peak_memory_mb": max(record["peak_memory_mb"] for record in log),
