@@ -46,20 +46,21 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
     Args:
         results: of the runs that are finished.
         failed: name of the run -> why.
-        about: command, settings, data, versions, commit; taken over as it is.
+        about: command, settings, data, tuning, versions, commit; taken over as it is.
     """
     from contaccum.comparison.plan import loss_settings  # here, so that a page is drawn without torch
 
     left_out = ("evaluations", "identity")
     settings = loss_settings(plan)
     return {
+        "tuning": None,
         **about,
         "baseline": plan.baseline,
         "seeds": list(plan.seeds),
         "grid": {key: list(values) for key, values in plan.grid.items()},
         "entries": [entry._asdict() for entry in plan.entries],
         "tricks": {"settings": settings, "said": _said(settings)},
-        "warnings": _unfair(plan, results),
+        "warnings": [*_tuning_warnings(about), *_unfair(plan, results)],
         "failed": dict(failed),
         "groups": {group.name: _summary(group, plan.seeds, results) for group in plan.groups.values()},
         "comparisons": _compare(plan, results),
@@ -130,6 +131,23 @@ def _said(settings: Mapping[str, Mapping[str, str]]) -> str:
     }
     said = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in parts.items() if keys)
     return f"Of the loss's settings {said}." if said else "All entries had the same settings of the loss."
+
+
+def _tuning_warnings(about: Mapping[str, Any]) -> list[str]:
+    """Groups whose best value lies at an end of what was tried, or that have none, and sets that are no test."""
+    tuning = about.get("tuning")
+    if not tuning:
+        return []
+    key, lines = tuning["key"], []
+    for name, group in tuning["groups"].items():
+        tried = len(group["scores"])
+        if group["chosen"] is None:
+            lines.append(f"{name}: every {key} tried failed, so that it has no final runs")
+        elif group["at_end"]:
+            lines.append(f"{name}: its best {key}, {group['chosen']}, is at an end of the {tried} tried")
+    seen = {data["fingerprint"] for data in tuning["data"]}
+    both = [data["name"] for data in about["data"]["evaluation"] if data["fingerprint"] in seen]
+    return lines + [f"{name}: {key} was chosen on this data, so that its scores are no test" for name in both]
 
 
 def _unfair(plan: Plan, results: Results) -> list[str]:
