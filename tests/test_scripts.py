@@ -13,6 +13,7 @@ from sample_texts import sentences
 from transformers import AutoModel
 
 from contaccum.data import load_beir_folder, load_training_data
+from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("eval", "scripts") for path in (ROOT / folder).glob("*.py"))
@@ -51,6 +52,44 @@ def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path
         run_script("eval/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
+
+
+def test_holm_corrects_over_all_pairs_of_all_reports(run_script: Any, tmp_path: Path, capsys: Any) -> None:
+    gains = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}
+
+    def score(entry: str, data: str, seed: int, query: int) -> float:
+        return 0.4 + gains[entry] * (query * 7 % 5 - (1.9 if data == "nqg" else 1)) + seed * (query % 3) / 50
+
+    for data in ("nqg", "arxiv"):
+        groups = {f"{entry}_learning_rate-{n}e-4": {"entry": entry, "seeds": [0, 1]} for n, entry in enumerate(gains)}
+        for name, group in groups.items():
+            for seed in group["seeds"]:
+                per_query = {f"q{n}": {"NDCG@10": score(group["entry"], data, seed, n)} for n in range(20)}
+                file = tmp_path / data / "runs" / f"{name}_seed-{seed}" / "result.json"
+                file.parent.mkdir(parents=True)
+                file.write_text(json.dumps({"evaluations": {"test": {"per_query": per_query}}}))
+        report = {"groups": groups, "data": {"evaluation": [{"name": "test"}, {"name": "dev"}]}}
+        (tmp_path / data / "report.json").write_text(json.dumps(report))
+    reports = [tmp_path / "nqg" / "report.json", tmp_path / "arxiv" / "report.json"]
+    pairs = ["contaccum:grad_accum", "contaccum:grad_cache_learning_rate-1e-4"]
+    run_script("eval/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert [(row["training"], row["pair"]) for row in rows] == [(d, p) for d in ("nqg", "arxiv") for p in pairs]
+    for row in rows:
+        a, b = (
+            [sum(score(x, row["training"], seed, n) for seed in (0, 1)) / 2 for n in range(20)]
+            for x in (name.rpartition("_learning")[0] for name in row["groups"])
+        )
+        assert {k: row[k] for k in ("difference", "low", "p_value")} == pytest.approx(
+            {k: x for k, x in paired_bootstrap(a, b).items() if k in ("difference", "low", "p_value")}
+        )
+    add_holm(again := [{"p_value": row["p_value"]} for row in rows])
+    assert [row["p_holm"] for row in rows] == [row["p_holm"] for row in again]
+    assert min(row["p_value"] for row in rows) * 4 == pytest.approx(min(row["p_holm"] for row in rows))
+    assert f"{rows[0]['difference']:+.4f}" in (tmp_path / "all.md").read_text()
+    with pytest.raises(SystemExit) as stopped:
+        run_script("eval/holm.py", reports[0], "--pairs", "contaccum:other", "--output", tmp_path / "none")
+    assert stopped.value.code == 2 and "other is no group; name one of" in capsys.readouterr().err
 
 
 def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(run_script, tiny_model_path, tmp_path):

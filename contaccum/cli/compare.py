@@ -1,4 +1,4 @@
-"""`contaccum compare`: plan, refuse, train what is not trained yet, report."""
+"""`contaccum compare`: plan, refuse, tune, train what is not trained yet, report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from contaccum.cli.options import PRECISIONS, Parser, positive
 from contaccum.errors import ConfigError
@@ -36,14 +37,21 @@ def run(argv: Sequence[str]) -> int:
     add("--eval_corpus", type=positive, metavar="N", help="a fixed sample of the corpus; relevant ones are in it")
     add("--eval_precision", choices=PRECISIONS, default="float32", help="of the final scores")
     add("--eval_batch_size", type=positive, default=32, metavar="N")
+    add("--tune", metavar="key=v,v", help="choose a setting for each method by itself, on --tune_data")
+    add("--tune_data", nargs="+", default=[], metavar="DIR", help="as --eval_data; scored by nDCG@10")
+    add("--tune_split", default="dev")
+    add("--tune_factor", type=float, default=1.8, metavar="F", help="between values beyond those given")
+    add("--tune_seeds", nargs="+", type=int, metavar="SEED", help="default: the first of --seeds")
+    add("--tune_most", type=positive, default=12, metavar="N", help="values tried for each method and cell, at most")
     add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
     add("--output_dir", type=Path, default=Path("runs/compare"))
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     asked, rest = parser.parse_known_args(argv[len(files) :])
 
-    from contaccum.comparison.plan import make_plan, read_options
+    from contaccum.comparison.plan import make_plan, read_options, with_chosen
     from contaccum.comparison.report import build_report, markdown
-    from contaccum.comparison.run import about_sets, make_jobs, read_results, run_jobs
+    from contaccum.comparison.run import about_sets, run_plan
+    from contaccum.comparison.tuning import about_tuning, climb, read_ladder
     from contaccum.report.page import comparison_panels, read_comparison, save_png
 
     options = read_options(files, rest)
@@ -53,19 +61,27 @@ def run(argv: Sequence[str]) -> int:
     evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
     sets = about_sets(evaluation)
     output = asked.output_dir
-    jobs = make_jobs(plan, evaluation, sets, output / "runs")
-    done = read_results(jobs)
-    todo = [job for job in jobs if job["name"] not in done]
-    print(f"{len(done)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
-    failed = run_jobs(todo, asked.jobs, partial(print, flush=True))
+    how: Any = {"at_once": asked.jobs, "progress": partial(print, flush=True)}
+    failed: dict[str, str] = {}
+    tuning = None
+    if asked.tune or asked.tune_data:
+        ladder = read_ladder(plan, asked.tune, asked.tune_factor, asked.tune_most, asked.tune_seeds)
+        on_dev = {**evaluation, "data": asked.tune_data, "split": asked.tune_split, "updates": None}
+        dev_sets = about_sets(on_dev, "--tune_data")
+        tried, failed = climb(plan, ladder, lambda rungs: run_plan(rungs, on_dev, dev_sets, output / "tune", **how))
+        tuning = about_tuning(plan, ladder, tried, dev_sets)
+        plan = with_chosen(plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()})
+    results, lost = run_plan(plan, evaluation, sets, output / "runs", **how)
+    failed |= lost
 
     about = {
         "command": shlex.join(["contaccum", "compare", *argv]),
         "settings": {"options": {key: " ".join(x) for key, x in options.items()}, "evaluation": evaluation},
-        "data": {"evaluation": sets, "train": sorted({job["identity"]["train_data"] for job in jobs})},
+        "data": {"evaluation": sets, "train": sorted({x["identity"]["train_data"] for x in results.values()})},
+        "tuning": tuning,
         **provenance(),
     }
-    report = redact(build_report(plan, read_results(jobs), failed, about))
+    report = redact(build_report(plan, results, failed, about))
     write_json(output / "report.json", report)
     write_text(output / "report.md", markdown(report))
     save_png(comparison_panels(read_comparison(output / "report.json")), output / "report.png")

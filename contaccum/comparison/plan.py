@@ -7,9 +7,9 @@ refuse is refused here, before the first one starts. Nothing is trained, and no 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
@@ -109,10 +109,7 @@ def make_plan(
     for key, texts in values.items():
         if not all(texts):
             raise ConfigError(f"--grid {key}: write key=value,value")
-    for key in itertools.chain(options, values, *(entry.overrides for entry in entries.values())):
-        if key in _SET_BY_COMPARE:
-            mend = "use --methods, --seeds, --eval_updates and --output_dir"
-            raise ConfigError(f"{key}: a comparison sets it for each of its runs; {mend}")
+    refuse_own(itertools.chain(options, values, *(entry.overrides for entry in entries.values())))
     baseline = baseline or ("grad_accum" if "grad_accum" in entries else next(iter(entries)))
     check_choice("--baseline", baseline, entries)
     groups: dict[str, Group] = {}
@@ -128,6 +125,68 @@ def make_plan(
         name = _name(entry.name, labels)
         groups[name] = groups.get(name) or _group(name, entry, labels, options)
     return Plan(list(entries.values()), values, list(dict.fromkeys(seeds)), baseline, groups, pairs)
+
+
+def refuse_own(keys: Iterable[str]) -> None:
+    """Raise `ConfigError` for a setting that a comparison itself gives each run."""
+    for key in keys:
+        if key in _SET_BY_COMPARE:
+            mend = "use --methods, --seeds, --eval_updates and --output_dir"
+            raise ConfigError(f"{key}: a comparison sets it for each of its runs; {mend}")
+
+
+def tunable(plan: Plan, key: str) -> list[Group]:
+    """The groups of which a setting is chosen by dev scores: it means something to them, and no variant sets it."""
+    fixed = {entry.name for entry in plan.entries if key in entry.overrides}
+    return [group for group in plan.groups.values() if group.entry not in fixed and _applies(key, group.method)]
+
+
+def with_value(group: Group, key: str, value: str) -> Group:
+    """A group with one more setting, which its name and labels have too; raises `ConfigError` as `make_plan` does."""
+    labels, options = {**group.labels, key: value}, {**group.options, key: [value]}
+    name = _name(group.entry, labels)
+    return group._replace(name=name, labels=labels, options=options, parsed=_parse(name, options))
+
+
+def with_chosen(plan: Plan, key: str, chosen: Mapping[str, str | None]) -> Plan:
+    """The plan with the value that was chosen for each group, by name; one for which there is none (None) is left out.
+
+    A variant that sets the key itself has its own value as a label.
+    """
+    fixed = {entry.name: entry.overrides[key] for entry in plan.entries if key in entry.overrides}
+    final: dict[str, Group] = {}
+    for name, group in plan.groups.items():
+        value = chosen[name] if name in chosen else fixed.get(group.entry)
+        if value is not None:
+            final[name] = with_value(group, key, value)
+        elif name not in chosen:
+            final[name] = group  # the setting means nothing to its method
+    pairs = {}
+    for names, labels in plan.pairs.items():
+        if final.keys() >= set(names):
+            mine, theirs = (final[name] for name in names)
+            pairs[mine.name, theirs.name] = {**labels, **{k: x for k, x in mine.labels.items() if k == key}}
+    found = dict.fromkeys(group.labels[key] for group in final.values() if key in group.labels)
+    grid = {**plan.grid, key: list(found)}
+    return plan._replace(grid=grid, groups={group.name: group for group in final.values()}, pairs=pairs)
+
+
+def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
+    """{entry: {setting of the loss: its value, or those of its groups}}; "-" where it means nothing to the method.
+
+    A setting that means nothing to any of the entries is left out.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, method, _ in plan.entries:
+        parsed = [group.parsed[2] for group in plan.groups.values() if group.entry == name]
+        values = {key: dict.fromkeys(_shown(getattr(args, key)) for args in parsed) for key in LOSS_SETTINGS}
+        found[name] = {key: " or ".join(values[key]) if _applies(key, method) else "-" for key in LOSS_SETTINGS}
+    kept = [key for key in LOSS_SETTINGS if any(_applies(key, entry.method) for entry in plan.entries)]
+    return {name: {key: values[key] for key in kept} for name, values in found.items()}
+
+
+def _shown(value: Any) -> str:
+    return "default" if value is None else str(value).lower()
 
 
 def as_tokens(options: Options) -> list[str]:

@@ -27,12 +27,15 @@ s/update is the median. The gradient ratio is passages over queries."""
 
 # Column of the table of costs -> key of a result, how it is averaged over seeds, how it is shown.
 COST: dict[str, tuple[str, Any, str]] = {
+    "pairs": ("pairs_trained", statistics.fmean, "{:,.0f}"),
     "s/update": ("seconds_per_update", statistics.median, "{:.3f}"),
     "training s": ("train_seconds", statistics.fmean, "{:,.1f}"),
     "peak MB": ("peak_memory_mb", max, "{:,.0f}"),
     "gradient ratio": ("grad_norm_ratio", statistics.fmean, "{:.3f}"),
     "final loss": ("final_loss", statistics.fmean, "{:.4f}"),
 }
+
+_LACKED = {"-", "false", "none", "0", "0.0"}  # values of a setting that an entry does without
 
 Results = Mapping[str, Mapping[str, Any]]  # name of the run -> its result.json
 
@@ -43,16 +46,21 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
     Args:
         results: of the runs that are finished.
         failed: name of the run -> why.
-        about: command, settings, data, versions, commit; taken over as it is.
+        about: command, settings, data, tuning, versions, commit; taken over as it is.
     """
+    from contaccum.comparison.plan import loss_settings  # here, so that a page is drawn without torch
+
     left_out = ("evaluations", "identity")
+    settings = loss_settings(plan)
     return {
+        "tuning": None,
         **about,
         "baseline": plan.baseline,
         "seeds": list(plan.seeds),
         "grid": {key: list(values) for key, values in plan.grid.items()},
         "entries": [entry._asdict() for entry in plan.entries],
-        "warnings": _unfair(plan, results),
+        "tricks": {"settings": settings, "said": _said(settings)},
+        "warnings": [*_tuning_warnings(about), *_unfair(plan, results)],
         "failed": dict(failed),
         "groups": {group.name: _summary(group, plan.seeds, results) for group in plan.groups.values()},
         "comparisons": _compare(plan, results),
@@ -74,7 +82,7 @@ def _summary(group: Group, seeds: Sequence[int], results: Results) -> dict[str, 
             sd = statistics.stdev(values) if len(values) > 1 else None
             about["metrics"][data][metric] = {"mean": statistics.fmean(values), "sd": sd, "values": values}
     for key, average, _ in COST.values():
-        values = [run[key] for run in runs if run[key] is not None]
+        values = [run[key] for run in runs if run.get(key) is not None]
         about[key] = average(values) if values else None
     return about
 
@@ -94,21 +102,52 @@ def _compare(plan: Plan, results: Results) -> list[dict[str, Any]]:
         for data in results[group.run(seeds[0])]["evaluations"] if seeds else ():
             mine, theirs = ([results[g.run(s)]["evaluations"][data] for s in seeds] for g in (group, baseline))
             for metric in METRICS:
-                a, b = (
-                    [
-                        statistics.fmean(one["per_query"][query][metric] for one in runs)
-                        for query in mine[0]["per_query"]
-                    ]
-                    for runs in (mine, theirs)
-                )
+                ours, other = by_query(mine, metric), by_query(theirs, metric)
                 by_seed = [x["metrics"][metric] - y["metrics"][metric] for x, y in zip(mine, theirs, strict=True)]
-                row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(a)}
-                row |= paired_bootstrap(a, b)
+                row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(ours)}
+                row |= paired_bootstrap(list(ours.values()), [other[query] for query in ours])
                 rows.append({**row, "difference_by_seed": by_seed})
                 families.setdefault((data, metric), []).append(rows[-1])
     for family in families.values():
         add_holm(family)
     return rows
+
+
+def by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """{query: its score, averaged over the evaluations of several seeds}."""
+    queries = evaluations[0]["per_query"]
+    return {query: statistics.fmean(one["per_query"][query][metric] for one in evaluations) for query in queries}
+
+
+def _said(settings: Mapping[str, Mapping[str, str]]) -> str:
+    """Which settings of the loss some entries had and others had not, of :func:`loss_settings`, as a sentence."""
+    keys = next(iter(settings.values()))
+    values = {key: {None if of[key] in _LACKED else of[key] for of in settings.values()} for key in keys}
+    differing = [key for key in keys if len(values[key]) > 1]
+    lacked = [key for key in differing if None in values[key]]
+    parts = {
+        "some entries had and others had not": lacked,
+        "all had, with different values": [key for key in differing if key not in lacked],
+    }
+    said = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in parts.items() if keys)
+    return f"Of the loss's settings {said}." if said else "All entries had the same settings of the loss."
+
+
+def _tuning_warnings(about: Mapping[str, Any]) -> list[str]:
+    """Groups whose best value lies at an end of what was tried, or that have none, and sets that are no test."""
+    tuning = about.get("tuning")
+    if not tuning:
+        return []
+    key, lines = tuning["key"], []
+    for name, group in tuning["groups"].items():
+        tried = len(group["scores"])
+        if group["chosen"] is None:
+            lines.append(f"{name}: every {key} tried failed, so that it has no final runs")
+        elif group["at_end"]:
+            lines.append(f"{name}: its best {key}, {group['chosen']}, is at an end of the {tried} tried")
+    seen = {data["fingerprint"] for data in tuning["data"]}
+    both = [data["name"] for data in about["data"]["evaluation"] if data["fingerprint"] in seen]
+    return lines + [f"{name}: {key} was chosen on this data, so that its scores are no test" for name in both]
 
 
 def _unfair(plan: Plan, results: Results) -> list[str]:

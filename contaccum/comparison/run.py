@@ -39,14 +39,15 @@ from contaccum.version import __version__
 Job = dict[str, Any]
 
 
-def about_sets(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+def about_sets(evaluation: Mapping[str, Any], option: str = "--eval_data") -> list[dict[str, Any]]:
     """What a report says of each set that is scored; raises `UserError` for none, two of one name, or one to mend.
 
-    ``evaluation`` has the options of `contaccum compare` that begin with eval_, by the rest of their names.
+    ``evaluation`` has the options of `contaccum compare` that begin with eval_, by the rest of their names; ``option``
+    is where its data were given.
     """
     sets = [about_data(_load_set(evaluation, given)) for given in evaluation["data"]]
     if len({data["name"] for data in sets}) < max(1, len(sets)):
-        raise ConfigError("--eval_data: give BEIR folders to score the models on, each of another name")
+        raise ConfigError(f"{option}: give BEIR folders to score the models on, each of another name")
     return sets
 
 
@@ -94,6 +95,22 @@ def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
     return results
 
 
+def run_plan(
+    plan: Plan,
+    evaluation: Mapping[str, Any],
+    sets: Sequence[Mapping[str, Any]],
+    folder: Path,
+    at_once: int | None,
+    progress: Callable[[str], None],
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Do what is missing of a plan; returns the results and the failures by name. Raises as what it calls does."""
+    jobs = make_jobs(plan, evaluation, sets, folder)
+    done = read_results(jobs)
+    progress(f"{len(done)} of {len(jobs)} runs are finished already; baseline {plan.baseline}")
+    failed = run_jobs([job for job in jobs if job["name"] not in done], at_once, progress)
+    return read_results(jobs), failed
+
+
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train and score as a job says."""
     folder, evaluation = Path(job["folder"]), job["evaluation"]
@@ -129,6 +146,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "data_order": _data_order(args, data),
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
+        "pairs_trained": sum(record["pairs"] for record in log),
         "train_seconds": sum(seconds),
         "seconds_per_update": statistics.median(seconds),
         "peak_memory_mb": max(record["peak_memory_mb"] for record in log),

@@ -180,6 +180,15 @@ def comparison_panels(one: Source) -> list[Panel]:
     for run in one.record["runs"].values():
         members[_label(run)].append(run)
     panels = []
+    tuning = one.record.get("tuning")
+    if tuning:
+        # All names in the same order as in other panels, since the place of a name is its colour.
+        points: dict[str, list[Any]] = {label: [] for label in members}
+        for group in tuning["groups"].values():
+            if group["final"]:
+                scored = [(float(value), score) for value, score in group["scores"].items() if score is not None]
+                points[_label(one.record["groups"][group["final"]])] = [scored]
+        panels.append(Panel(f"{title} on dev by {tuning['key']}", points, tuning["key"], log_x=True))
     for unit, key in (("update", "update"), ("seconds of training", "train_seconds")):
         curves = {label: [run["curve"] for run in runs] for label, runs in members.items()}
         panels += [Panel(f"{title} by {unit}", x.lines, unit) for x in log_panels(curves, [main], key)]
@@ -221,6 +230,7 @@ class Panel(NamedTuple):
     title: str
     lines: Mapping[str, Sequence[Any]]
     unit: str = "update"
+    log_x: bool = False
 
     def draw(self, axes: Any) -> None:
         """Onto axes of matplotlib."""
@@ -235,6 +245,11 @@ class Panel(NamedTuple):
             if len(runs) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(self.unit)
+        if self.log_x:  # ticked where points are: matplotlib's own ticks are formulas, which are not set here
+            ticks = sorted({x for found in self.lines.values() for points in found for x, _ in points})
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45)
+            axes.minorticks_off()
 
 
 def log_panels(logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _DRAWN, x: str = "update") -> list[Panel]:

@@ -44,7 +44,7 @@ def test_two_methods_are_trained_scored_and_reported(compared: tuple[list[str], 
             assert sum(values) / 4 == pytest.approx(evaluation["metrics"][metric]) == run["curve"][-1][metric]
         assert run["curve"][-1]["train_seconds"] == pytest.approx(run["train_seconds"])
     rows = [line for line in (folder / "report.md").read_text().splitlines() if line.startswith("| contaccum")]
-    assert len(rows) == 5  # four metrics, and the cost
+    assert len(rows) == 6  # settings of the loss, four metrics, and the cost
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     assert main(["report", str(folder), "--output", str(folder / "report.html")]) == 0
     page = (folder / "report.html").read_text()

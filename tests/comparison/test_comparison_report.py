@@ -10,6 +10,7 @@ import pytest
 from contaccum.comparison.plan import Plan, make_plan, read_options
 from contaccum.comparison.report import METRICS, build_report, markdown, table_rows
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
+from contaccum.training.arguments import LOSS_SETTINGS
 
 ABOUT = {
     "command": "contaccum compare",
@@ -42,6 +43,7 @@ def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
                 "data_order": f"order {seed}",
                 "pairs_per_update": 12,
                 "updates": 8,
+                "pairs_trained": 86,
                 **dict.fromkeys(("git_commit", "versions", "machine"), "the same"),
                 "train_seconds": 8.0 + seed,
                 "seconds_per_update": 1.0,
@@ -130,8 +132,35 @@ def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
         assert [(c[0], c[2]) for c in cells] == expected and {len(c) for c in cells} == {8}
     for line in (
         "- published: contaccum with drift_compensation=none",
-        "| contaccum | 16 | 2 | 1.000 | 8.5 | 101 | 1.500 | - |",
+        "| contaccum | 16 | 2 | 8 | 86 | 1.000 | 8.5 | 101 | 1.500 | - |",
         "- 8 updates of 12 pairs",
         "- beir (test): 20 queries, 30 documents, a fixed sample",
     ):
         assert line in lines
+
+
+def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens: list[str]) -> None:
+    variants = [["published", "drift_compensation=none", "normalize_by=all"]]
+    tokens = [*tokens, "--bank_hard_negatives=false", "--temperature=0.1"]
+    plan = make_plan(read_options([], tokens), ["grad_accum", "contaccum"], variants, ["bank_size=8,16"], [0])
+    report = build_report(plan, made_up(plan), {}, ABOUT)
+    found = report["tricks"]["settings"]
+    assert list(found) == ["grad_accum", "contaccum", "published"]
+    assert all(list(of) == list(LOSS_SETTINGS) for of in found.values())
+    keys = ("temperature", "bank_size", "bank_hard_negatives", "drift_compensation", "normalize_by")
+    assert [found["grad_accum"][key] for key in keys] == ["0.1", "-", "-", "-", "-"]
+    assert [found["contaccum"][key] for key in keys] == ["0.1", "8 or 16", "false", "auto", "local"]
+    assert [found["published"][key] for key in keys] == ["0.1", "8 or 16", "false", "none", "all"]
+    said = report["tricks"]["said"]
+    assert "some entries had and others had not: " in said and "drift_compensation" in said
+    assert "temperature" not in said and "bank_hard_negatives" not in said  # none had hard negatives in a bank
+    assert said in markdown(report)
+    assert markdown(report).index("| grad_accum | - | - | 0.1 | default |") < markdown(report).index("## beir")
+
+    alike = make_plan(read_options([], tokens), ["contaccum"], [["hot", "temperature=1.0"]], [], [0])
+    said = build_report(alike, {}, {}, ABOUT)["tricks"]["said"]
+    assert said == "Of the loss's settings all had, with different values: temperature."
+    alone = make_plan(read_options([], tokens), ["grad_accum", "grad_cache"], [], [], [0])
+    tricks = build_report(alone, {}, {}, ABOUT)["tricks"]
+    assert tricks["said"] == "All entries had the same settings of the loss."
+    assert "bank_size" not in tricks["settings"]["grad_accum"]
