@@ -199,7 +199,7 @@ class BankedInfoNCE(nn.Module):
         log_sum = torch.cat([scores.own.flatten(1), scores.by_block + math.log(weight)], dim=1).logsumexp(1)
         local_losses = log_sum - scores.positive
         n, passages = len(queries), units[1].detach()
-        share = n + (weight * bank_rows if self.normalize_by == "all" else 0)
+        share = n + (weight * bank_rows.to(log_sum) if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + weight * bank_losses.sum()) / share
         spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
         self.last = {
