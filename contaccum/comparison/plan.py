@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.training.arguments import BANK_METHODS, METHODS, OF_A_BANK, ContAccumTrainingArguments
+from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, METHODS, OF_A_BANK, ContAccumTrainingArguments
 from contaccum.training.config import DataArguments, ModelArguments, as_options, parse
 
 Options = Mapping[str, Sequence[str]]
