@@ -27,7 +27,7 @@ import torch
 from contaccum.adapters import add_adapter
 from contaccum.encoders import DualEncoder, configure
 from contaccum.files import provenance, write_json
-from contaccum.training.arguments import BANK_METHODS, METHODS, ContAccumTrainingArguments
+from contaccum.training.arguments import BANK_METHODS, CACHED_METHODS, METHODS, ContAccumTrainingArguments
 from contaccum.training.methods import make_loss
 from contaccum.training.updates import forget_peak_memory, peak_memory_mb
 
@@ -91,7 +91,7 @@ class Update:
     def __init__(self, options: argparse.Namespace, model: Any, optimizer: Any, cell: Cell) -> None:
         total, method, bank = cell
         self.options, self.model, self.optimizer = options, model, optimizer
-        whole = method in ("in_batch", "grad_cache")
+        whole = method == "in_batch" or method in CACHED_METHODS
         self.rows, self.micro_steps = (total, 1) if whole else (options.local, total // options.local)
         sizes = {"per_device_train_batch_size": options.local, "gradient_accumulation_steps": total // options.local}
         if method == "in_batch":
