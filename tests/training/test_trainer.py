@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from tiny_runs import RUN, SAVES, differing, log_of, pairs, state_of
+from torch import Tensor
 
 from contaccum import ContAccumTrainer
 from contaccum.errors import ConfigError
@@ -94,6 +95,28 @@ def test_every_method_trains_and_logs_each_update(trainer_in: Any, method: str, 
     assert all(line["loss"] > 0 and 0.01 < line["grad_norm_ratio"] < 100 for line in log)
     assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
+def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero(
+    trainer_in: Any, method: str, tmp_path: Path
+) -> None:
+    trainer = trainer_in(tmp_path, method=method, center_gradients="both", similarity="dot", max_steps=2)
+    of_queries: list[Tensor] = []
+    encode = trainer.model.forward
+
+    def forward(features: Any, **kwargs: Any) -> Any:
+        found = encode(features, **kwargs)
+        embedding = found["sentence_embedding"]
+        if features.get("task") == "query" and embedding.requires_grad:
+            embedding.register_hook(lambda g: of_queries.append(g.sum(0)))
+        return found
+
+    trainer.model.forward = forward
+    trainer.train()
+    steps = len(of_queries) // 2
+    assert steps == 3 and trainer.loss.info_nce.centering.pairs == 12
+    assert torch.stack(of_queries[:steps]).sum(0).abs().max() < 1e-6 < of_queries[0].abs().max()
 
 
 def test_logged_loss_is_that_of_local_rows(trainer_in: Any, tmp_path: Path) -> None:
