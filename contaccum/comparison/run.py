@@ -113,7 +113,7 @@ def run_plan(
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train and score as a job says."""
-    folder, evaluation = Path(job["folder"]), job["evaluation"]
+    folder, evaluation, code = Path(job["folder"]), job["evaluation"], provenance()  # of what runs, not of later changes
     model_args, data_args, args = parse(job["options"])
     data = load_data(data_args, args)
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
@@ -155,7 +155,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "curve": curve,
         "evaluations": {x.data["name"]: {"metrics": x.metrics, "per_query": x.per_query} for x in results},
         "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "threads": torch.get_num_threads(), "gpu": gpu},
-        **provenance(),
+        **code,
     }
 
 
