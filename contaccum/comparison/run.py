@@ -113,7 +113,8 @@ def run_plan(
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train and score as a job says."""
-    folder, evaluation, code = Path(job["folder"]), job["evaluation"], provenance()  # of what runs, not of later changes
+    code = provenance()  # of what runs, whatever is changed meanwhile
+    folder, evaluation = Path(job["folder"]), job["evaluation"]
     model_args, data_args, args = parse(job["options"])
     data = load_data(data_args, args)
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
