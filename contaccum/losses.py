@@ -19,6 +19,7 @@ from sentence_transformers.sentence_transformer.losses.matryoshka import CachedL
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
+from contaccum.distill import Distillation, split_labels
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
@@ -48,13 +49,16 @@ class ContAccumLoss(nn.Module):
         scale: 1 / temperature.
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
+        distill, distill_weight, distill_temperature: learn from a teacher's scores too, in training; "margin_mse" or
+            "kl", see :class:`contaccum.distill.Distillation`.
         settings: any other of :class:`BankedInfoNCE`. Duplicates go by :func:`contaccum.features.content_ids`.
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work.
 
     Inputs:
-        (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples; labels: none.
+        (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_n) n-tuples; labels: none, or
+        a teacher's scores of positive and negatives, (n, 1 + negatives).
 
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, and
@@ -79,6 +83,9 @@ class ContAccumLoss(nn.Module):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         gather_across_devices: bool = False,
+        distill: str | None = None,
+        distill_weight: float = 1.0,
+        distill_temperature: float = 1.0,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -98,6 +105,10 @@ class ContAccumLoss(nn.Module):
         given.apply_defaults()
         self.settings: dict[str, Any] = given.arguments
         BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
+        self.distillation: Distillation | None = None
+        if distill is not None:
+            similarity = self.settings["similarity"]
+            self.distillation = Distillation(distill, distill_weight, distill_temperature, similarity, scale)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
         self.info_nces = nn.ModuleDict({})
@@ -112,7 +123,8 @@ class ContAccumLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
 
-        ``labels`` int64 (n, columns) are ids of the texts. Any others are not used, and ids are hashes of the content.
+        ``labels`` int64 (n, columns) are ids of the texts, which are hashes of the content otherwise; they may be, or
+        have after them, a teacher's scores: see :func:`contaccum.distill.split_labels`.
         """
         features = list(sentence_features)
         ids = self._look_at(features, labels)
@@ -121,7 +133,8 @@ class ContAccumLoss(nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, ids: list[Tensor | None] | None = None
     ) -> Tensor:
-        """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives.
+        """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives. With ``distill``,
+        ``labels`` hold a teacher's scores.
 
         Without ``ids`` int64 (n,) of each column, see :func:`contaccum.features.content_ids`, no duplicates are masked;
         and as the texts are not known here, the encoder is not probed.
@@ -133,7 +146,10 @@ class ContAccumLoss(nn.Module):
         known = [x for x in ids[2:] if x is not None]
         negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
         loss_fn = self._of_size(embeddings[0].shape[-1]) if self.training else self._without_bank
-        return loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
+        loss = loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
+        if self.distillation is not None and self.training:
+            loss = loss + self.distillation(embeddings, labels)
+        return loss
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
@@ -142,8 +158,10 @@ class ContAccumLoss(nn.Module):
 
     @property
     def last(self) -> dict[str, Any]:
-        """Diagnostics of the last call in training; see :class:`BankedInfoNCE`."""
-        return {} if self.info_nce is None else self.info_nce.last
+        """Diagnostics of the last call in training; see :class:`BankedInfoNCE`; and ``distill_loss``, unweighted."""
+        found = {} if self.info_nce is None else self.info_nce.last
+        distilled = None if self.distillation is None else self.distillation.last
+        return found if distilled is None else {**found, "distill_loss": distilled}
 
     def begin_update(self, pairs: int) -> None:
         """Say how many pairs the coming micro-batches will have until the optimizer steps; see :class:`BankedInfoNCE`.
@@ -204,6 +222,8 @@ class ContAccumLoss(nn.Module):
         """What sentence-transformers writes into the model card."""
         config = {key: value for key, value in self.settings.items() if key not in ("temperature", "similarity")}
         config["bank_dtype"] = config["bank_dtype"] and str(config["bank_dtype"])
+        if (term := self.distillation) is not None:
+            config |= {"distill": term.kind, "distill_weight": term.weight, "distill_temperature": term.temperature}
         return {"scale": self.scale, "similarity_fct": self.similarity_fct.__name__, **config}
 
     @property
@@ -230,11 +250,10 @@ class ContAccumLoss(nn.Module):
             raise ValueError(f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}")
         if self._trains:
             self._probe_encoder(features)
-        if labels is not None and labels.shape == (len(labels), len(features)) and labels.dtype == torch.int64:
-            return list(labels.unbind(1))
-        if labels is not None:
+        ids, scores = split_labels(labels, len(features))
+        if (labels is not None and ids is None and scores is None) or (scores is not None and not self.distillation):
             self._warn_once(f"{type(self).__name__} does not use the label or score column of the data")
-        return [content_ids(column) for column in features]
+        return list(ids.unbind(1)) if ids is not None else [content_ids(column) for column in features]
 
     def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
         """Encode the probe when an update has passed and enough pairs with it."""
@@ -350,12 +369,13 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch of tokenised columns; as in :class:`ContAccumLoss`."""
         features = list(sentence_features)
-        ids: Any = self._look_at(features, labels)
-        return self.forward_cached(features, ids)
+        given: Any = self._look_at(features, labels), labels
+        return self.forward_cached(features, given)
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
-        """The loss of a batch that is encoded, a list of mini-batches for each column; ``labels`` are its ids."""
-        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], None, labels)
+        """The loss of a batch that is encoded, a list of mini-batches for each column; ``labels``: ids, and labels."""
+        ids, scores = labels or (None, None)
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], scores, ids)
         if with_backward:
             loss.backward()
         return loss.detach()

@@ -219,7 +219,7 @@ class MinedNegatives:
         data: what it was found in.
         settings: of the search, and the rules.
         rows: (Q, num_negatives) int64, rows of `data.documents`, best first, -1 where there are fewer.
-        scores: the same shape, -inf where there are fewer.
+        scores: the same shape, -inf where there are fewer; a cross-encoder's logits, if there is one.
         positive_scores: for each query the scores of `data.positives`.
     """
 
@@ -286,12 +286,15 @@ def mine_hard_negatives(
     mined = MinedNegatives(data, settings, np.full(shape, -1), np.full(shape, -np.inf, dtype=np.float32), [])
     bar = tqdm(found, desc="Mining", total=len(data.queries), disable=not show_progress)
     for query, (scores, rows, of_positives) in enumerate(bar):
-        mined.positive_scores.append(of_positives)
         places = np.flatnonzero((rows >= 0) & ~np.isin(rows, data.excluded[query]))[: checked.depth]
         places = places[_selected(scores[places], of_positives.min(), checked, rng)]
         if cross_encoder is not None:
-            places = places[_second_opinion(data, query, rows[places], cross_encoder, checked, batch_size)]
-        best = np.sort(places[: checked.num_negatives])  # in the order of scores
+            found_there = _second_opinion(data, query, rows[places], cross_encoder, checked, batch_size)
+            passed, logits, of_positives = found_there
+            places = places[passed]
+            scores[places] = logits
+        best = np.sort(places[: checked.num_negatives])  # in the order of the search
+        mined.positive_scores.append(of_positives)
         mined.rows[query, : len(best)], mined.scores[query, : len(best)] = rows[best], scores[best]
     if (mined.rows < 0).all():
         raise DataError(f"{data.record['path']}: no query has a negative left (loosen the rules, or raise range_max)")
@@ -331,8 +334,10 @@ def _selected(scores: np.ndarray, lowest: np.float32, rules: SelectionRules, rng
 
 def _second_opinion(
     data: MiningData, query: int, rows: np.ndarray, cross_encoder: Any, rules: SelectionRules, batch_size: int
-) -> list[int]:
-    """Places of the rows that a cross-encoder scores low enough; it reads no more than it takes to fill up.
+) -> tuple[list[int], list[float], np.ndarray]:
+    """Places of the rows that a cross-encoder scores low enough, their scores, and those of the query's positives.
+
+    It reads no more than it takes to fill up.
 
     Scores are logits: "3 points below the positive" has no meaning between 0 and 1.
     """
@@ -344,11 +349,16 @@ def _second_opinion(
 
     h = rules.num_negatives
     passed: list[int] = []
-    bound = read(data.positives[query]).min() - rules.cross_encoder_margin
+    logits: list[float] = []
+    of_positives = read(data.positives[query])
+    bound = of_positives.min() - rules.cross_encoder_margin
     for start in range(0, len(rows), h):
         if len(passed) < h:
-            passed += (start + np.flatnonzero(read(rows[start : start + h]) <= bound)).tolist()
-    return passed
+            found = read(rows[start : start + h])
+            low = np.flatnonzero(found <= bound)
+            passed += (start + low).tolist()
+            logits += found[low].tolist()
+    return passed, logits, of_positives
 
 
 def load_cross_encoder(name: str, device: str | None = None, trust_remote_code: bool = False) -> Any:

@@ -19,6 +19,7 @@ from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
+from contaccum.distill import split_labels
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.mining import (
     OUTPUT_FORMATS,
@@ -179,7 +180,9 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(mode
         found = mined.rows[number][there].tolist()
         assert len(found) == min(2, len(passing)) and set(found) <= set(passing)
         assert sampling == "random" or found == passing[:2]
-        assert (np.diff(mined.scores[number][there]) <= 0).all()
+        assert sampling == "random" or (np.diff([before.index(row) for row in found]) > 0).all()
+        assert mined.scores[number][there] == pytest.approx(logits(found), abs=1e-4)
+        assert mined.positive_scores[number] == pytest.approx(logits(data.positives[number]), abs=1e-4)
 
 
 def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
@@ -235,6 +238,21 @@ def test_scores_are_written_beside_their_passages(mined, tmp_path):
         assert line["positive_score"] == found.positive_scores[query][at]
         assert line["negative_scores"] == found.scores[query].tolist()
         assert ntuple["scores"] == [line["positive_score"], *line["negative_scores"]]
+
+
+@pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
+def test_the_scores_of_a_cross_encoder_come_back_as_the_teachers(model, cross_encoder, pairs, tmp_path, output_format):
+    rules = {"num_negatives": 2, "cross_encoder_margin": -100.0, "range_max": 8}
+    mined = mine(model, pairs, cross_encoder=cross_encoder, **rules)
+    path = tmp_path / ("out.json" if output_format == "dpr" else "out.jsonl")
+    path = write_mined(mined, path, output_format)[0]
+    data = load_training_data(path, num_hard_negatives=2, positives="first", teacher_scores=True)
+    assert len(data.dataset) >= 36
+    for row in data.dataset:
+        texts = [(row["query"], row[name]) for name in ("positive", "negative_1", "negative_2")]
+        logits = cross_encoder.predict(texts, activation_fn=torch.nn.Identity())
+        scores = split_labels(torch.tensor([row["label"]]), 4)[1]
+        assert scores[0].tolist() == pytest.approx(logits.tolist(), abs=1e-4)
 
 
 def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mined, tmp_path):

@@ -27,7 +27,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
     add("--split", default="train", help="the qrels split of a BEIR folder")
     add("--output_format", choices=mining.OUTPUT_FORMATS, default="pairs")
-    add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder")
+    add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder, and write its scores")
     add("--method", choices=("dense", "bm25"), default="dense")
     for rule in fields(mining.SelectionRules):
         add(f"--{rule.name}", default=rule.default, **rule.metadata)

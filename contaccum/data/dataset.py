@@ -37,8 +37,8 @@ _TRIPLES = 30  # of an MS MARCO query that are sampled from unless said otherwis
 class TrainingData:
     """Training pairs, and where they came from."""
 
-    # Rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label", ids for the loss,
-    # where queries have several positives.
+    # Rows {"query", "positive", "negative_1" .. "negative_h"} of texts, in this order, and "label" for the loss: ids
+    # where queries have several positives, a teacher's scores where they are asked for, or both.
     dataset: Dataset
     path: str
     data_format: DataFormat
@@ -46,6 +46,7 @@ class TrainingData:
     fingerprint: str  # sha256, in hex, of the texts in order and of all that is sampled from
     transform: EpochSampling  # what makes the rows
     pairs: np.ndarray  # int64 (n, 2), hashes of query and positive for every pair, mapped
+    unused_scores: bool = False  # there are a teacher's scores, which nobody asked for
 
     @property
     def known_positives(self) -> np.ndarray | None:
@@ -70,6 +71,7 @@ def load_training_data(
     negatives_from: int | None = None,
     missing_negatives: MissingNegatives = "fill",
     negatives_to_come: bool = False,
+    teacher_scores: bool = False,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
 
@@ -79,6 +81,7 @@ def load_training_data(
         path, data_format, split, columns, on_bad_record: see `read_records`.
         num_hard_negatives, positives, negatives_from, missing_negatives: see `Selection`.
         negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
+        teacher_scores: rows hold those of their positive and negatives; a record without them is a bad record.
 
     Raises:
         ConfigError: an unknown format, or settings that cannot be used.
@@ -88,7 +91,7 @@ def load_training_data(
 
     h, report = num_hard_negatives, RecordReport(on_bad_record)
     selection = Selection(h, positives, negatives_from, missing_negatives)
-    source = Source(path, data_format, split, columns)
+    source = Source(path, data_format, split, columns, needs_scores=teacher_scores)
     if source.data_format == "msmarco":
         source.num_negatives = (negatives_from or max(_TRIPLES, h)) if h else 0
     if positives is None:
@@ -100,6 +103,9 @@ def load_training_data(
     negatives, listed = (found.to_numpy() for found in lengths)
     if h and not negatives.any() and not negatives_to_come:
         raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
+    if teacher_scores and missing_negatives == "fill" and (short := int((negatives < h).sum())):
+        what = f"{short} records have fewer than num_hard_negatives={h} negatives, and what fills up has no score"
+        raise DataError(one_line(f"{path}: {what} (set missing_negatives=drop, or lower num_hard_negatives)"))
     kept = np.arange(len(records)) if missing_negatives == "fill" else np.flatnonzero(negatives >= h)
     report.leave_out(source.path, sampling.TOO_FEW, len(records) - len(kept))
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
@@ -113,8 +119,11 @@ def load_training_data(
     if h:
         drawn = min(negatives_from or negatives.max(), negatives.max())
         used += [about["negatives"], h, int(drawn), missing_negatives if negatives.min() < h else None]
+    used += [about["scores"]] if teacher_scores else []
+    transform.gives_scores = teacher_scores
     rows, content = sampling.as_rows(transform), fingerprint(*used)
-    return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs)
+    unused = about["scored"] and not teacher_scores
+    return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs, unused)
 
 
 def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
@@ -147,8 +156,9 @@ class TrainingSets:
         return {"fingerprint": self.fingerprint, "sets": {name: part.record() for name, part in self.parts.items()}}
 
     def summary(self) -> str:
-        """A line for each set: what became of its records."""
-        return "\n".join(f"{name}: {part.report.summary()}" for name, part in self.parts.items())
+        """A line for each set: what became of its records, and of scores."""
+        unused = {True: "; its teacher scores are not used (set distill)", False: ""}
+        return "\n".join(f"{name}: {x.report.summary()}{unused[x.unused_scores]}" for name, x in self.parts.items())
 
 
 def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
@@ -212,19 +222,24 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
 
     key = source.key(report.on_bad_record)[:32]
     folder = cache_folder("datasets", key)
-    features = Features(query=Value("string"), positives=List(Value("string")), negatives=List(Value("string")))
+    texts = List(Value("string"))
+    features = Features(query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32")))
 
     def generate() -> Iterator[dict[str, Any]]:
-        content, negatives, count = Fingerprint(), Fingerprint(), 0
+        content, negatives, scores, scored, count = Fingerprint(), Fingerprint(), Fingerprint(), False, 0
         with open(folder / _PAIRS, "wb") as pairs_file:
             for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
                 query, *positives = sampling.text_ids([record.query, *record.positives])
                 pairs_file.write(b"".join(query.tobytes() + positive.tobytes() for positive in positives))
                 content.add(record.query, *record.positives, "")
                 negatives.add(*record.negatives, "")
+                if record.scores is not None:
+                    scores.add(record.scores)
+                    scored = True
                 yield record._asdict()
         report.refuse_if_nothing_left(source.path, count, "training pairs")
-        write_json(folder / _ABOUT, {"texts": content.hex(), "negatives": negatives.hex(), "report": vars(report)})
+        about = {"texts": content.hex(), "negatives": negatives.hex(), "scores": scores.hex(), "scored": scored}
+        write_json(folder / _ABOUT, about | {"report": vars(report)})
         _remove_unused(folder.parent)
 
     if not sys.stderr.isatty():  # no bars in a log

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -39,12 +40,17 @@ FIELDS = {
         "negative_ctxs",  # DPR's, of other questions: what its own trainer falls back on
     ),
     "title": ("title",),
+    # A teacher's, of all positives and then all negatives; or of each apart, or as the `score` of a passage object.
+    "scores": ("scores",),
+    "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
+    "negative_scores": ("negative_scores", "neg_scores"),
 }
 """The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too."""
 
+_MEND = "contaccum mine --cross_encoder writes some"
 _FOLDERS: dict[str, DataFormat] = {"corpus.jsonl": "beir", "collection.tsv": "msmarco"}
 _FOLDERS |= {"state.json": "hub", "dataset_dict.json": "hub"}  # of `save_to_disk`
-_CACHED = 3  # to be raised when the readers or the cache change, so that older files are not taken for new
+_CACHED = 4  # to be raised when the readers or the cache change, so that older files are not taken for new
 
 
 class Record(NamedTuple):
@@ -53,6 +59,7 @@ class Record(NamedTuple):
     query: str
     positives: list[str]
     negatives: list[str]
+    scores: list[float] | None = None  # a teacher's, of positives and then negatives; None unless each has one
 
 
 def read_records(
@@ -89,6 +96,7 @@ class Source:
     split: str = "train"
     columns: Any = None
     num_negatives: int | None = None
+    needs_scores: bool = False  # a record without a teacher's score of each passage cannot be used
 
     def __post_init__(self) -> None:
         check_choice("data_format", self.data_format, (None, *DATA_FORMATS))
@@ -96,6 +104,8 @@ class Source:
         self.data_format = self.data_format or sniff_format(self.path, self.columns)
         if self.columns and self.data_format in JUDGED:
             raise ConfigError(f"data_columns is set, but data_format={self.data_format} has no fields: {self.path}")
+        if self.needs_scores and self.data_format in JUDGED:
+            raise ConfigError(f"{self.path}: {self.data_format} data have no teacher scores for distill ({_MEND})")
 
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Every record that can be used."""
@@ -103,11 +113,11 @@ class Source:
             judged = read_judged_pairs(self.path, self.split, report)
             yield from (Record(query, positives, []) for query, positives in judged)
         elif self.data_format == "msmarco" and self.path.is_dir():
-            yield from map(Record._make, read_msmarco(self.path, self.split, self.num_negatives, report))
+            yield from starmap(Record, read_msmarco(self.path, self.split, self.num_negatives, report))
         elif self.data_format == "msmarco":
             yield from take(self.path, records.read_lines(self.path), _text_triple, report)
         else:
-            yield from take(self.path, self._rows(), Fields(self.columns).read, report)
+            yield from take(self.path, self._rows(), Fields(self.columns, self.needs_scores).read, report)
 
     def _rows(self) -> Rows:
         if self.data_format in ("hub", "parquet"):
@@ -144,6 +154,7 @@ class Source:
             files = [Path(file["filename"]) for file in self._dataset().cache_files]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
         settings = ("" if facts else str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
+        about = (*about, self.needs_scores)
         return fingerprint(_CACHED, facts, settings, *about)
 
 
@@ -197,11 +208,12 @@ class Fields:
     Were each record read by itself, one without "positive" would silently pass for one with "text".
     """
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
+    def __init__(self, columns: Mapping[str, str], needs_scores: bool = False) -> None:
         taken = set(columns.values())
         self._names = {role: [name for name in names if name not in taken] for role, names in FIELDS.items()}
         self._names |= {role: [name] for role, name in columns.items()}
         self._numbered = "negatives" not in columns
+        self._needs_scores = needs_scores
         self._chosen: tuple[str, str] | None = None
 
     def read(self, record: Mapping[str, Any]) -> Record:
@@ -214,7 +226,11 @@ class Fields:
         positives = _passages(record.get(positive_field), positive_field, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
-        return Record(query, positives, self._negatives(record))
+        negatives = self._negatives(record)
+        scores = self._scores(record, positives, negatives)
+        if self._needs_scores and scores is None:
+            raise Fault("no teacher scores", f"distill needs a number for each of its passages; {_MEND}")
+        return Record(query, [text for text, _ in positives], [text for text, _ in negatives], scores)
 
     def _choose(self, role: str, record: Mapping[str, Any]) -> str:
         for name in self._names[role]:
@@ -223,27 +239,44 @@ class Fields:
         fields = quoted(", ".join(record), 200)
         raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
-    def _negatives(self, record: Mapping[str, Any]) -> list[str]:
+    def _scores(self, record: Mapping[str, Any], *passages: list[tuple[str, Any]]) -> list[float] | None:
+        """The teacher's scores of positives and then negatives; None unless each is a finite number."""
+        found: list[Any] = []
+        for role, listed in zip(("positive_scores", "negative_scores"), passages, strict=True):
+            given = _first(record, self._names[role])
+            scores = [score for _, score in listed] if given is None else given if isinstance(given, list) else [given]
+            found += scores if len(scores) == len(listed) else [None]
+        whole = _first(record, self._names["scores"])
+        found = whole if isinstance(whole, list) and len(whole) == sum(map(len, passages)) else found
+        try:
+            found = [float(score) for score in found]
+        except (TypeError, ValueError, OverflowError):
+            return None
+        return found if all(abs(score) < 3e38 for score in found) else None  # what float32 holds, and no NaN
+
+    def _negatives(self, record: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """All numbered ones or, where there are none, those of the first field that has any; null is none."""
         numbered = [name for name in record if self._numbered and re.fullmatch("negative_[1-9][0-9]*", name)]
         numbered = sorted(numbered, key=lambda name: (len(name), name))  # by number, not by place
-        found = [text for name in numbered if record[name] is not None for text in _passages(record[name], name)]
+        found = [one for name in numbered if record[name] is not None for one in _passages(record[name], name)]
         for name in self._names["negatives"]:
             if not found and record.get(name) is not None:
                 found = _passages(record[name], name)
         return found
 
 
-def _passages(value: Any, what: str, title: str = "") -> list[str]:
-    """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, or a list of these."""
+def _passages(value: Any, what: str, title: str = "") -> list[tuple[str, Any]]:
+    """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, or a list of these;
+    each with its "score", None where it has none."""
     if isinstance(value, dict) and isinstance(value.get("text"), list):  # how Arrow keeps some lists
         value = value["text"]
     found = []
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, dict):
-            found.append(passage_text(records.title_of(one), text_of(one.get("text"), f"{what} text")))
+            text = passage_text(records.title_of(one), text_of(one.get("text"), f"{what} text"))
+            found.append((text, one.get("score")))
         else:
-            found.append(passage_text(title, text_of(one, what)))
+            found.append((passage_text(title, text_of(one, what)), None))
     return found
 
 

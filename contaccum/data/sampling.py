@@ -7,7 +7,7 @@ alone: the same after a resume, in any worker, on any number of ranks. Known pos
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -68,7 +68,7 @@ class EpochSampling:
     """Makes a row of its number: the epoch's texts, and ids for the loss.
 
     Args:
-        records: of the cache, with columns "query", "positives", "negatives"; or a plain data set, with `columns`.
+        records: of the cache, the fields of a `Record`; or a plain data set, with `columns`.
         columns: the text columns of a row, in order.
         rows: int64 (N, 2), for each row the record and which of its positives; None: row i is record i.
         known_positives: int64 (r, 2) of `several_positives`.
@@ -88,6 +88,7 @@ class EpochSampling:
         self.columns, self.known_positives = tuple(columns), known_positives
         # Rows hold "label", the `text_ids` of their query, positive and negatives; and begin it with their number.
         self.gives_ids, self.gives_numbers = known_positives is not None, False
+        self.gives_scores = False  # or, after these, a teacher's of their positive and negatives; see `_label`
         # Seed and epoch, in shared memory for a loader's workers, which are copies of this process, or began anew.
         self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -118,44 +119,58 @@ class EpochSampling:
             raise ConfigError(f"training data with the columns {', '.join(batch)}: keep the names query and positive")
         numbers = [int(number) for number in batch[names[0]]] if names else []
         rows, labels = [], []
-        for number, (query, positives, negatives, which) in zip(numbers, self._read(numbers), strict=True):
+        for number, (query, positives, negatives, scores, which) in zip(numbers, self._read(numbers), strict=True):
             rng = np.random.default_rng([int(self._clock[0]) & (2**64 - 1), self.epoch, number])
             positive, texts = self._selection.sample(rng, positives, negatives, which)
             if len(texts) < len(self.columns) - 2:
-                texts = self._filled(rng, query, positive, texts)
+                if self.gives_scores:  # those of others have none; the record lists one twice
+                    texts = [texts[place % len(texts)] for place in range(len(self.columns) - 2)]
+                else:
+                    texts = self._filled(rng, query, positive, texts)
             row = dict(zip(self.columns, (query, positive, *texts), strict=True))
             rows.append(row)
-            ids = text_ids(row[name] for name in names).tolist() if self.gives_ids else []
-            labels.append([number, *ids] if ids and self.gives_numbers else ids or number)
+            score_of = dict(zip([*positives, *negatives], scores, strict=True)) if self.gives_scores else {}
+            labels.append(self._label(number, [row[name] for name in names], score_of))
         sampled: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in names}
-        if whole and (self.gives_ids or self.gives_numbers):
+        if whole and (self.gives_ids or self.gives_numbers or self.gives_scores):
             sampled["label"] = labels
         return sampled | others
+
+    def _label(self, number: int, texts: list[str], score_of: Mapping[str, float]) -> Any:
+        """Number and ids of a row, or either; or its scores, after ids as the bits of float32: a batch has one tensor
+        of labels, of one type. `contaccum.distill` reads them."""
+        ids = text_ids(texts).tolist() if self.gives_ids else []
+        scores = [score_of[text] for text in texts[1:]] if self.gives_scores else []
+        if ids and scores:
+            return [*ids, *np.array(scores, dtype=np.float32).view(np.int32).tolist()]
+        return [number, *ids] if ids and self.gives_numbers else ids or scores or number
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
         """By column, of each row its query, its first positive and its first h negatives, None where one is missing."""
         h = len(self.columns) - 2
-        rows = [[query, found[which], *[*rest, *[None] * h][:h]] for query, found, rest, which in self._read(numbers)]
+        rows = [
+            [query, found[which], *[*rest, *[None] * h][:h]] for query, found, rest, _, which in self._read(numbers)
+        ]
         return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
 
     def pairs(self) -> Iterator[dict[str, Any]]:
         """Of each row its query, and its positive before those that it may take instead."""
         for start in range(0, len(self), 1000):
-            for query, positives, _, which in self._read([*range(start, min(start + 1000, len(self)))]):
+            for query, positives, _, _, which in self._read([*range(start, min(start + 1000, len(self)))]):
                 others = positives if self._selection.positives == "draw" else []
                 yield {"query": query, "positive": [positives[which], *others]}
 
-    def _read(self, numbers: list[int]) -> list[tuple[str, list[str], list[str], int]]:
-        """Query, positives and negatives of each row's record, and which positive is the row's."""
+    def _read(self, numbers: list[int]) -> list[tuple[str, list[str], list[str], Any, int]]:
+        """Query, positives, negatives and scores of each row's record, and which positive is the row's."""
         places, which = np.array(numbers, dtype=np.int64), [0] * len(numbers)
         if self._rows is not None:
             places, which = self._rows[numbers, 0], self._rows[numbers, 1].tolist()
         found = self._records[places.tolist()]
         if "positives" not in found:
             listed = zip(*(found[name] for name in self.columns), strict=True)
-            rows = [(query, [positive], [*filter(None, texts)]) for query, positive, *texts in listed]
+            rows = [(query, [positive], [*filter(None, texts)], None) for query, positive, *texts in listed]
         else:
-            rows = list(zip(found["query"], found["positives"], found["negatives"], strict=True))
+            rows = list(zip(*(found[name] for name in ("query", "positives", "negatives", "scores")), strict=True))
         return [(*row, number) for row, number in zip(rows, which, strict=True)]
 
     def _filled(self, rng: np.random.Generator, query: str, positive: str, found: list[str]) -> list[str]:
@@ -169,7 +184,7 @@ class EpochSampling:
         for _ in range(_TRIES):
             if len(found) == wanted:
                 return found
-            [(_, positives, _, which)] = self._read([int(rng.integers(len(self)))])
+            [(_, positives, _, _, which)] = self._read([int(rng.integers(len(self)))])
             [passage_id] = text_ids([positives[which]]).tolist()
             if passage_id not in forbidden:
                 forbidden.add(passage_id)

@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.centering import CENTERINGS
+from contaccum.distill import DISTILLATIONS, Distillation
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.info_nce import BankedInfoNCE
@@ -41,6 +42,7 @@ OF_A_BANK = (
     "bank_dtype",
 )
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
+DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
 BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -87,6 +89,9 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     bank_weight: float = option(1.0, "How often a banked pair counts; above 1: how many pairs the bank counts as.")
     bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
+    distill: str | None = option(None, "Learn from the teacher's scores in the data too.", DISTILLATIONS)
+    distill_weight: float = option(1.0, "Of the distillation term, which is added to the contrastive loss.")
+    distill_temperature: float = option(1.0, "With kl: divides the scores of student and teacher.")
     refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")
     refresh_corpus: str | None = option(None, "Where to mine. Default: a BEIR folder's corpus, else the positives.")
     refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")
@@ -116,10 +121,14 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             self.bank_size = DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
             self.query_bank_size = 0
-        BankedInfoNCE(**self.loss_settings("cos"))  # refuses what cannot work; nothing is allocated yet
+        settings = self.loss_settings("cos")
+        distillation = [settings.pop(name) for name in DISTILL_SETTINGS]
+        BankedInfoNCE(**settings)  # refuses what cannot work; nothing is allocated yet
+        if self.distill is not None:
+            Distillation(*distillation)
 
     def loss_settings(self, model_similarity: str) -> dict[str, Any]:
-        """The arguments of :class:`BankedInfoNCE`, by name, for a model whose own similarity is given."""
+        """The arguments of :class:`BankedInfoNCE` and of distillation, for a model whose own similarity is given."""
         settings = {name: getattr(self, name) for name in LOSS_SETTINGS}
         similarity = self.similarity or model_similarity
         return settings | {
@@ -158,6 +167,9 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             ),
             "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps": patient,
             f"per_device_train_batch_size=auto with {engine}: give a number": engine and auto,
+            "refresh_negatives_every with distill: negatives mined meanwhile have no teacher scores. Drop one": (
+                self.distill and self.refresh_negatives_every
+            ),
             f"refresh_negatives_every with {engine}: drop one of them": engine and self.refresh_negatives_every,
             f"deepspeed needs DeepSpeed {DEEPSPEED} or later: pip install 'deepspeed>={DEEPSPEED}', or set fsdp=true": (
                 deepspeed and not (is_deepspeed_available() and compare_versions("deepspeed", ">=", DEEPSPEED))
@@ -166,6 +178,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         refuse(rules)
         refreshes = ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin")
         refuse_alone(self, dict.fromkeys(refreshes, "refresh_negatives_every"))
+        refuse_alone(self, dict.fromkeys(DISTILL_SETTINGS[1:], "distill"))
 
     def _refuse_on_this_machine(self) -> None:
         missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
@@ -275,7 +288,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
 
 LOSS_SETTINGS = tuple(
     name
-    for name in inspect.signature(BankedInfoNCE).parameters
+    for name in (*inspect.signature(BankedInfoNCE).parameters, *DISTILL_SETTINGS)
     if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments that are the loss's own, and are passed on to it by name."""

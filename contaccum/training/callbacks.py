@@ -80,6 +80,7 @@ class UpdateCallback(TrainerCallback):
         }
         for loss in losses[:1]:
             record |= {"columns": int(loss.last["columns"]), "embedding_spread": float(loss.last["embedding_spread"])}
+            record |= {key: float(value) for key, value in loss.last.items() if key == "distill_loss"}
             record |= loss.info_nce.drift_record() if loss.info_nce is not None else {}
             for warning in self.collapse.observe(record):
                 logger.warning(warning)

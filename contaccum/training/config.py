@@ -138,6 +138,7 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
     refuse(
         {
             "refresh_negatives_every with num_hard_negatives=0: set it": refreshes and not data.num_hard_negatives,
+            f"distill={args.distill} with num_hard_negatives=0: set it": args.distill and not data.num_hard_negatives,
             "refresh_negatives_every with several sets in train_data: it mines in one": refreshes
             and not data.is_one_path,
             f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
@@ -197,7 +198,8 @@ def _as_text(value: Any) -> str:
 def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
     """The training data that the arguments name."""
     to_come = args.refresh_negatives_every is not None
-    return load_training_sets(data.sets, on_bad_record=data.on_bad_record, negatives_to_come=to_come)
+    how = {"on_bad_record": data.on_bad_record, "teacher_scores": args.distill is not None}
+    return load_training_sets(data.sets, negatives_to_come=to_come, **how)
 
 
 def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -> MiningData | None:

@@ -71,6 +71,8 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
         of = "the training data" if name is None else f"training set {name!r}"
         if len(names) < 2:
             raise ConfigError(f"{of} has only the column {names[0]!r}: it needs a query and a positive")
+        if args.distill and len(names) == 2:
+            raise ConfigError(f"distill={args.distill} with no hard negatives in {of}: add some, or drop distill")
         if in_batch and len(names) == 2 and alone:
             raise ConfigError(
                 f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in {of}: a query has "

@@ -195,6 +195,7 @@ class Updates:
         for one in loss.modules():
             if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
                 one.settings = {**one.settings, "gather_across_devices": False}
+                one.distillation = None  # these rows have no scores
         _encode_at_once(loss, n)
         states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
         try:

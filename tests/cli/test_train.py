@@ -16,6 +16,7 @@ from sample_texts import sentences, write_training_and_beir_data
 from transformers import AutoModel, BertConfig
 
 from contaccum.cli import main
+from contaccum.training.log import read_log
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -129,6 +130,35 @@ def test_the_example_of_several_sets_trains(
     assert train(places, tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, capsys.readouterr().err
     data = json.loads(Path("out/run.json").read_text())["data"]
     assert {name: one["rows"] for name, one in data["sets"].items()} == {"pairs": 20, "faq": 20, "mined": 20}
+
+
+@pytest.mark.parametrize("method", ["contaccum", "contaccum_cached", "grad_accum"])
+def test_it_distils_what_was_mined_with_a_teacher(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    texts, data = [sentences(20, i) for i in range(4)], tmp_path / "scored.jsonl"
+    rows = [{"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]} for q, p, *n in zip(*texts, strict=True)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"train_data": data, "num_hard_negatives": 2, "method": method, "max_steps": 2}
+    keys["bank_size"] = None if method == "grad_accum" else 8
+    assert train(places, tmp_path / "no", **keys) == 0
+    assert "0 left out; its teacher scores are not used (set distill)" in capsys.readouterr().out
+    for kind in ("margin_mse", "kl"):
+        assert train(places, tmp_path / kind, **keys, distill=kind) == 0, capsys.readouterr().err
+        assert "not used" not in capsys.readouterr().out
+    logs = [read_log(tmp_path / name / "train_log.jsonl") for name in ("no", "margin_mse", "kl")]
+    assert [[line.get("distill_loss", 0) > 0 for line in log] for log in logs] == [[False] * 2, [True] * 2, [True] * 2]
+    assert logs[0][0]["loss"] == pytest.approx(logs[1][0]["loss"]) and logs[0][1]["loss"] != logs[1][1]["loss"]
+
+
+def test_distilling_without_scores_is_one_line_before_a_model_is_loaded(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"distill": "kl", "num_hard_negatives": 1, "model": "nowhere/at/all"}
+    assert train(places, tmp_path / "out", **keys) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
+    assert len(lines) == 1 and "pairs.jsonl:1: no teacher scores: distill needs" in lines[0]
+    assert "contaccum mine --cross_encoder" in lines[0]
 
 
 @pytest.mark.slow

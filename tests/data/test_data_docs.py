@@ -50,7 +50,7 @@ def test_example_of_a_folder_is_sniffed_and_read(tmp_path: Path, data_format: st
 
 
 def test_every_format_usual_name_and_key_of_a_set_is_documented() -> None:
-    rows = re.findall(r"^\| `(?:query|positive|negatives|title)` \|(.*)\|$", DOCS, re.MULTILINE)
+    rows = re.findall(r"^\| `(?:query|positive|negatives|title|(?:[a-z]+_)?scores)` \|(.*)\|$", DOCS, re.MULTILINE)
     named = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
     assert set().union(*FIELDS.values()) <= named
     assert all(f"**`{name}`" in DOCS or f", `{name}`**" in DOCS for name in DATA_FORMATS)

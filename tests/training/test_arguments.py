@@ -43,6 +43,11 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ),
         ({"refresh_pool": 3}, ["refresh_pool=3", "refresh_negatives_every"]),
         ({"refresh_negatives_every": 0}, ["refresh_negatives_every", "at least 1"]),
+        ({"refresh_negatives_every": 9, "distill": "kl"}, ["refresh_negatives_every with distill"]),
+        ({"distill": "mse"}, ["distill", "margin_mse, kl"]),
+        ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
+        ({"distill": "kl", "distill_weight": 0.0}, ["distill_weight", "positive number"]),
+        ({"distill": "margin_mse", "distill_temperature": 2.0}, ["distill_temperature=2.0", "distill=margin_mse"]),
         ({"early_stopping_patience": 2}, ["early_stopping_patience", "eval_strategy=no"]),
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
     ],
@@ -92,15 +97,19 @@ def test_accumulation_steps_follow_from_pairs_per_update(tmp_path: Path) -> None
 
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_model: Any, tmp_path: Path) -> None:
     told_by_the_trainer = {"pairs_per_update"}
-    assert set(LOSS_SETTINGS) == set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
+    of_a_bank = set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
+    assert set(LOSS_SETTINGS) == {*of_a_bank, "distill", "distill_weight", "distill_temperature"}
     given = {"bank_size": 7, "query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False}
     given |= {"bank_hard_negatives": False, "drift_compensation": "none", "bank_dtype": "bfloat16"}
     given |= {"center_gradients": "queries", "bank_weight": 128.0}
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given)
+    distill = {"distill": "kl", "distill_weight": 0.5, "distill_temperature": 2.0}
+    args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill)
     loss = make_loss(tiny_model(), args)
     assert isinstance(loss, ContAccumLoss)
     expected = {**given, "similarity": "dot", "temperature": 0.5, "gather_across_devices": False}
     expected |= dict.fromkeys(told_by_the_trainer)
+    term = vars(loss.distillation)
+    assert [term[key] for key in ("kind", "weight", "temperature", "similarity", "scale")] == ["kl", 0.5, 2, "dot", 2]
     assert {name: str(value) for name, value in loss.settings.items()} == {
         name: str(value).replace("bfloat16", "torch.bfloat16") for name, value in expected.items()
     }

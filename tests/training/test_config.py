@@ -63,6 +63,7 @@ TWO = {"train_data": ["a", "b"]}
     [
         ({"refresh_negatives_every": 3}, "refresh_negatives_every with num_hard_negatives=0"),
         ({**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1}, "refresh_negatives_every with several"),
+        ({"distill": "kl"}, "distill=kl with num_hard_negatives=0"),
         ({**TWO, "multi_dataset_batch_sampler": "weights"}, "multi-dataset-batch-sampler: invalid choice"),
         ({"train_data": ["a", {"path": "b", "colums": {}}]}, "got 'colums'; did you mean 'columns'"),
         ({"eval_split": "test"}, "eval_split=test without eval_data"),

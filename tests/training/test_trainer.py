@@ -154,6 +154,17 @@ def test_prompts_and_lengths_of_the_model_are_used_in_training(
     assert batch["query_input_ids"].shape[1] == 6 < batch["positive_input_ids"].shape[1] <= 20
 
 
+@pytest.mark.parametrize("rows", [4, "auto"])
+def test_a_score_column_of_a_plain_data_set_is_distilled(trainer_in: Any, tmp_path: Path, rows: Any) -> None:
+    data = pairs(12, negatives=1).add_column("scores", [[2.0, float(i)] for i in range(12)])
+    given = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
+    trainer_in(tmp_path, data, distill="margin_mse", max_steps=1, **given).train()
+    (line,) = log_of(tmp_path)
+    assert line["pairs"] == 12 and line["distill_loss"] > 1 and line["loss"] < 5
+    with pytest.raises(ConfigError, match="distill=kl with no hard negatives in the training data"):
+        trainer_in(tmp_path, pairs(12), distill="kl")
+
+
 def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has only the column 'query': it needs a query and a positive"):
         trainer_in(tmp_path, Dataset.from_dict({"query": ["a"]}))

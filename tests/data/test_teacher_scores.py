@@ -1,0 +1,139 @@
+"""A teacher's scores: found under every name, kept with their passage through the cache and an epoch's sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_files import WRITERS, put, put_lines, put_parquet, read
+
+from contaccum.data import load_training_data
+from contaccum.data.dataset import load_training_sets
+from contaccum.data.sampling import text_ids
+from contaccum.distill import split_labels
+from contaccum.errors import ConfigError, DataError
+
+
+def passages(*texts: str, scores: tuple[float, ...]) -> list[dict[str, Any]]:
+    return [{"text": text, "score": score} for text, score in zip(texts, scores, strict=True)]
+
+
+FLAG = {"query": "q", "pos": ["p", "o"], "neg": ["m", "n"], "pos_scores": [4, 3.5], "neg_scores": [1, -2.0]}
+SAME: list[dict[str, Any]] = [
+    FLAG,
+    {"query": "q", "positive": ["p", "o"], "negatives": ["m", "n"], "scores": [4, 3.5, 1, -2]},
+    {
+        "query": "q",
+        "positive_passages": passages("p", "o", scores=(4, 3.5)),
+        "negative_passages": passages("m", "n", scores=(1, -2)),
+    },
+    {
+        "question": "q",
+        "positive_ctxs": passages("p", "o", scores=(4, 3.5)),
+        "hard_negative_ctxs": passages("m", "n", scores=(9, 9)),
+        "negative_scores": ["1", "-2.0"],
+    },
+]
+
+
+@pytest.mark.parametrize("record", SAME)
+def test_every_way_to_write_scores_is_read(tmp_path: Path, record: dict[str, Any]) -> None:
+    for path in (put_lines(tmp_path / "a.jsonl", record), put_parquet(tmp_path / "a.parquet", [record])):
+        (found,) = read(path)[0]
+        assert found == ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
+
+
+def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path: Path) -> None:
+    table = "query,positive,negative,good,bad\nq,p,n,3,0.5\n"
+    columns = {"positive_scores": "good", "negative_scores": "bad"}
+    assert read(put(tmp_path / "a.csv", table), columns=columns)[0] == [("q", ["p"], ["n"], [3.0, 0.5])]
+
+
+BROKEN = [
+    {"neg_scores": [1]},
+    {"neg_scores": [1, "much"]},
+    {"pos_scores": [1, None]},
+    {"pos_scores": None},
+    {"neg_scores": [1, float("nan")]},
+    {"neg_scores": [1, 10**400]},
+    {"neg_scores": [1, 1e300]},
+    {"pos_scores": [1, 2, 3], "neg_scores": [4]},
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_path: Path, broken: Any) -> None:
+    path = put_lines(tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"})
+    assert [record.scores is None for record in read(path)[0]] == [False, True, False]
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no teacher scores: .*--on_bad_record skip\)$") as caught:
+        load_training_data(path, num_hard_negatives=2, teacher_scores=True)
+    assert "\n" not in str(caught.value)
+    data = load_training_data(path, num_hard_negatives=2, teacher_scores=True, on_bad_record="skip")
+    assert len(data.dataset) == 2 and "1 no teacher scores; first: " in data.report.summary()
+    assert len(load_training_data(path, num_hard_negatives=2).dataset) == 3
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path: Path, ids: bool) -> None:
+    score_of = {
+        f"{kind}{i}_{k}": float(10 * i + k + shift)
+        for i in range(9)
+        for k in range(5)
+        for kind, shift in (("p", 0.5), ("n", -0.25))
+    }
+    records = []
+    for i in range(9):
+        positives, negatives = ([f"{kind}{i}_{k}" for k in range(n)] for kind, n in (("p", 3 if ids else 1), ("n", 5)))
+        scores = {"pos_scores": [score_of[x] for x in positives], "neg_scores": [score_of[x] for x in negatives]}
+        records.append({"query": f"q{i}", "pos": positives, "neg": negatives, **scores})
+    path = put_lines(tmp_path / "a.jsonl", *records)
+    data = load_training_data(path, num_hard_negatives=2, teacher_scores=True)
+    drawn = set()
+    for epoch in range(5):
+        data.transform.set_epoch(epoch, 3)
+        rows = list(data.dataset)
+        texts = [[row[name] for name in ("query", "positive", "negative_1", "negative_2")] for row in rows]
+        found, scores = split_labels(torch.tensor([row["label"] for row in rows]), 4)
+        assert scores is not None and scores.tolist() == [[score_of[text] for text in row[1:]] for row in texts]
+        assert (None if found is None else found.tolist()) == ([text_ids(x).tolist() for x in texts] if ids else None)
+        drawn |= {text for row in texts for text in row[1:]}
+    assert len(drawn) > 40
+    narrow = data.dataset.remove_columns("negative_1")[0]
+    assert len(narrow["label"]) == (5 if ids else 2)
+
+
+def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path: Path) -> None:
+    record = {"query": "q", "positive": "p", "negatives": ["n", "n"], "scores": [2, 1, 1]}
+    data = load_training_data(put_lines(tmp_path / "a.jsonl", record), num_hard_negatives=2, teacher_scores=True)
+    expected = {"query": "q", "positive": "p", "negative_1": "n", "negative_2": "n", "label": [2.0, 1.0, 1.0]}
+    assert list(data.dataset) == [expected]
+
+
+def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path: Path) -> None:
+    paths = [put_lines(tmp_path / f"{i}.jsonl", {**FLAG, "neg_scores": [i, 0]}) for i in range(2)]
+    used, unused = (
+        {load_training_data(path, num_hard_negatives=2, teacher_scores=given).fingerprint for path in paths}
+        for given in (True, False)
+    )
+    assert len(used) == 2 and len(unused) == 1
+
+
+def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path: Path) -> None:
+    names = {"with": FLAG, "without": {"query": "q", "positive": "p", "negative": "n", "score": 3}}
+    sets = {name: {"path": put_lines(tmp_path / f"{name}.jsonl", record)} for name, record in names.items()}
+    said = load_training_sets(sets).summary().splitlines()
+    assert [line.endswith("; its teacher scores are not used (set distill)") for line in said] == [True, False]
+    assert load_training_sets({"with": sets["with"]}, teacher_scores=True).summary().endswith("1 used, 0 left out")
+
+
+def test_passages_that_nobody_has_scored_are_refused(tmp_path: Path) -> None:
+    path = put_lines(tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", "neg": ["m"], "neg_scores": [1]})
+    with pytest.raises(DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"):
+        load_training_data(path, num_hard_negatives=2, teacher_scores=True)
+    given: Any = {"num_hard_negatives": 2, "teacher_scores": True, "missing_negatives": "drop"}
+    assert len(load_training_data(path, **given).dataset) == 1
+    for name in ("beir", "msmarco"):
+        with pytest.raises(ConfigError, match=f"{name} data have no teacher scores"):
+            load_training_data(WRITERS[name](tmp_path), teacher_scores=True)
