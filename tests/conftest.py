@@ -45,9 +45,7 @@ def tiny_config(tiny_tokenizer: BertTokenizerFast) -> BertConfig:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_path(
-    tiny_config: BertConfig, tiny_tokenizer: BertTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> str:
+def tiny_model_path(tiny_config, tiny_tokenizer, tmp_path_factory) -> str:
     """A saved random encoder: mean pooling, cosine, passages of 40 tokens."""
     from contaccum import DualEncoder
 

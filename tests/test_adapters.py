@@ -63,8 +63,8 @@ def frozen(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("base", ["bert", "qwen3"])
 def test_a_saved_adapter_encodes_identically_wherever_it_is_loaded_and_towers_share_one_base(
-    base: str, tied: bool, bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, tied, bases, tmp_path, monkeypatch
+):
     monkeypatch.chdir(bases)
     model = adapted(Path(base), tied, query_prompt="what is ", query_max_length=7, passage_max_length=12)
     weights = list(AutoModel.from_pretrained(bases / base).parameters())
@@ -82,7 +82,7 @@ def test_a_saved_adapter_encodes_identically_wherever_it_is_loaded_and_towers_sh
     assert len(frozen(loaded)) == len(weights) and (tied or not np.allclose(*embeddings(loaded)))
 
 
-def test_an_adapter_over_bfloat16_is_float32_and_the_type_of_the_base_is_kept(bases: Path, tmp_path: Path) -> None:
+def test_an_adapter_over_bfloat16_is_float32_and_the_type_of_the_base_is_kept(bases, tmp_path):
     for dtype in ("bfloat16", "float32"):
         model = adapted(bases / "qwen3", tied=False, dtype=dtype)
         model.save_pretrained(str(tmp_path))  # over the one before
@@ -94,7 +94,7 @@ def test_an_adapter_over_bfloat16_is_float32_and_the_type_of_the_base_is_kept(ba
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied: bool, bases: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied, bases, tmp_path):
     model = adapted(bases / "bert", tied)
     model.save_pretrained(str(tmp_path))
     expected = embeddings(model)
@@ -107,7 +107,7 @@ def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied: bool, bases: Pat
     assert not has_adapter(merged) and np.abs(embeddings(merged) - expected).max() < 1e-5
 
 
-def test_towers_that_differ_keep_a_base_each(bases: Path, tmp_path: Path) -> None:
+def test_towers_that_differ_keep_a_base_each(bases, tmp_path):
     model = DualEncoder.from_backbone(bases / "bert", tied=False, device="cpu")
     with torch.no_grad():
         backbones(model)[1].encoder.layer[0].output.dense.weight.mul_(2)
@@ -125,7 +125,7 @@ def test_towers_that_differ_keep_a_base_each(bases: Path, tmp_path: Path) -> Non
         assert len(frozen(loaded)) == one + 1
 
 
-def test_sentence_transformers_own_add_adapter_adapts_both_towers_over_one_base(bases: Path, tmp_path: Path) -> None:
+def test_sentence_transformers_own_add_adapter_adapts_both_towers_over_one_base(bases, tmp_path):
     model = DualEncoder.from_backbone(bases / "bert", tied=False, pooling="mean", device="cpu").eval()
     model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -135,7 +135,7 @@ def test_sentence_transformers_own_add_adapter_adapts_both_towers_over_one_base(
     assert np.array_equal(embeddings(SentenceTransformer(str(tmp_path), device="cpu")), embeddings(model))
 
 
-def test_a_folder_holds_what_was_saved_last(bases: Path, tmp_path: Path) -> None:
+def test_a_folder_holds_what_was_saved_last(bases, tmp_path):
     models = [adapted(bases / "bert"), adapted(bases / "bert", tied=False)]
     models += [DualEncoder.from_backbone(bases / "qwen3", tied, pooling="mean", device="cpu") for tied in (True, False)]
     for place in (0, 2, 0, 3, 1, 2, 1, 3, 0, 1, 0):
@@ -145,8 +145,8 @@ def test_a_folder_holds_what_was_saved_last(bases: Path, tmp_path: Path) -> None
 
 
 def test_what_cannot_have_an_adapter_is_refused_and_one_over_weights_in_no_folder_is_merged(
-    bases: Path, tiny_config: Any, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+    bases, tiny_config, tiny_tokenizer, tmp_path
+):
     def make() -> DualEncoder:
         return DualEncoder.from_backbone(bases / "bert", device="cpu")
 
@@ -167,7 +167,7 @@ def test_what_cannot_have_an_adapter_is_refused_and_one_over_weights_in_no_folde
     model.save_pretrained(str(tmp_path))
 
 
-def test_an_adapter_without_its_base_is_refused_in_one_line(bases: Path, tmp_path: Path) -> None:
+def test_an_adapter_without_its_base_is_refused_in_one_line(bases, tmp_path):
     shutil.copytree(bases / "bert", tmp_path / "base")
     for tied in (True, False):
         adapted(tmp_path / "base", tied).save_pretrained(str(tmp_path / "out"))
@@ -185,7 +185,7 @@ def test_an_adapter_without_its_base_is_refused_in_one_line(bases: Path, tmp_pat
                 DualEncoder.from_pretrained(tmp_path / "out")
 
 
-def test_what_is_not_installed_is_named(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(bases, tmp_path, monkeypatch):
     adapted(bases / "bert").save_pretrained(str(tmp_path))
     for name in ("peft", "bitsandbytes"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -65,7 +65,7 @@ def tokens(model: SentenceTransformer, text: str, task: str = "document") -> lis
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind: str, dtype: Any) -> None:
+def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind, dtype):
     """Gemma and T5 here have classes of decoders and see both ways; the mixture of experts sees one way."""
     causal = kind in (*DECODERS, "Qwen3Moe")
     model = encoder(kind, dtype=dtype)
@@ -87,9 +87,7 @@ def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind: str, dty
     ids=["nothing added", "bos", "bos in a chain", "eos already"],
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_text_ends_in_one_eos_cut_or_not_and_saved(
-    post_processor: Any, first: list[str], tied: bool, tmp_path: Path
-) -> None:
+def test_every_text_ends_in_one_eos_cut_or_not_and_saved(post_processor, first, tied, tmp_path):
     given = tokenizer(post_processor)
     before = given("cat dog")["input_ids"]
     backbone, saved = tmp_path / "backbone", str(tmp_path / "saved")
@@ -105,7 +103,7 @@ def test_every_text_ends_in_one_eos_cut_or_not_and_saved(
     assert given.pad_token is None and given("cat dog")["input_ids"] == before
 
 
-def test_what_a_tokenizer_lacks_is_taken_from_what_it_has_or_is_one_line() -> None:
+def test_what_a_tokenizer_lacks_is_taken_from_what_it_has_or_is_one_line():
     assert encoder("ModernBert", tokenizer=tokenizer(eos_token=None)).tokenizer.pad_token == "<unk>"
     assert encoder(tokenizer=tokenizer(pad_token="the")).tokenizer.pad_token == "the"
     assert encoder(pooling="mean").tokenizer("cat")["input_ids"] == tokenizer()("cat")["input_ids"]
@@ -117,7 +115,7 @@ def test_what_a_tokenizer_lacks_is_taken_from_what_it_has_or_is_one_line() -> No
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_texts_of_unequal_lengths_encode_together_as_alone(kind: str, side: str) -> None:
+def test_texts_of_unequal_lengths_encode_together_as_alone(kind, side):
     model = encoder(kind, tokenizer=tokenizer(padding_side=side))
     assert model.tokenizer.padding_side == "right"
     texts = [" ".join(WORDS[i : 2 * i + 1]) for i in range(1, 9)]
@@ -128,7 +126,7 @@ def test_texts_of_unequal_lengths_encode_together_as_alone(kind: str, side: str)
     assert error < 1e-5 if kind != "GPT2" else error > 1e-3
 
 
-def test_an_instruction_stands_before_queries_and_is_part_of_what_the_last_token_sees() -> None:
+def test_an_instruction_stands_before_queries_and_is_part_of_what_the_last_token_sees():
     model = encoder(query_prompt=INSTRUCTION, query_max_length=24)
     texts = sentences(3)
     queries = model.encode_query(texts)
@@ -138,7 +136,7 @@ def test_an_instruction_stands_before_queries_and_is_part_of_what_the_last_token
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind: str, tmp_path: Path) -> None:
+def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tmp_path):
     torch.manual_seed(0)
     model = encoder(kind, query_prompt=INSTRUCTION, normalize=True, query_max_length=24)
     texts = sentences(9, length=15)
@@ -158,9 +156,7 @@ def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind: st
 
 
 @pytest.mark.parametrize("name", ["decoder-lora", "bert-full"])
-def test_a_recipe_trains_a_tiny_model_as_it_stands(
-    name: str, tiny_config: Any, tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_trains_a_tiny_model_as_it_stands(name, tiny_config, tiny_tokenizer, tmp_path, capsys):
     file = Path(__file__).parents[1] / "configs" / f"{name}.yaml"
     if "lora_r" not in ModelArguments.__dataclass_fields__:  # all but the adapter's keys
         keys = yaml.safe_load(file.read_text()).items()

@@ -126,9 +126,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_to_the_bit(
-    case: tuple[str, int], ranks: list[dict[str, Any]]
-) -> None:
+def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_to_the_bit(case, ranks):
     world = len(ranks)
     alone = run_steps(case, list(range(world)), world)
     for result in (rank[case] for rank in ranks):
@@ -147,7 +145,7 @@ def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_t
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_use_stops_all_of_them(ranks: list[dict[str, Any]]) -> None:
+def test_what_one_rank_cannot_use_stops_all_of_them(ranks):
     for rank in ranks:
         assert "differ in hard negatives per query: 1, 2" in rank["refusals"]["hard negatives"]
         assert "empty on every rank" in rank["refusals"]["empty"]

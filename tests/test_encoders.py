@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ UNTIED = ("base.modules.router.Router",)
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "lasttoken"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_saved_model_encodes_identically_in_sentence_transformers(
-    tied: bool, pooling: str, tiny_config: Any, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_saved_model_encodes_identically_in_sentence_transformers(tied, pooling, tiny_config, tiny_tokenizer, tmp_path):
     model = DualEncoder.from_backbone(
         tiny_config,
         tied=tied,
@@ -56,7 +53,7 @@ def test_saved_model_encodes_identically_in_sentence_transformers(
     assert not np.allclose(queries, passages)
 
 
-def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config: Any, tiny_tokenizer: Any) -> None:
+def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tied=False, passage_prompt="the ", tokenizer=tiny_tokenizer)
     titles, texts = sentences(5, 1), sentences(5, 2)
     corpus = [{"title": t, "text": x} for t, x in zip(titles, texts, strict=True)]
@@ -67,7 +64,7 @@ def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config: Any
     assert isinstance(model.encode_queries(titles, convert_to_tensor=True), torch.Tensor)
 
 
-def test_towers_work_in_a_loop_of_ones_own_and_cut_by_their_lengths(tiny_config: Any, tiny_tokenizer: Any) -> None:
+def test_towers_work_in_a_loop_of_ones_own_and_cut_by_their_lengths(tiny_config, tiny_tokenizer):
     for tied in (True, False):
         lengths = {"query_max_length": 5, "passage_max_length": 9}
         model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer, **lengths).eval()
@@ -83,7 +80,7 @@ def test_towers_work_in_a_loop_of_ones_own_and_cut_by_their_lengths(tiny_config:
             assert np.allclose(embeddings.detach().numpy(), encode(sentences(3)), atol=1e-6)
 
 
-def test_arguments_that_cannot_work_are_refused(tiny_config: Any, tiny_tokenizer: Any) -> None:
+def test_arguments_that_cannot_work_are_refused(tiny_config, tiny_tokenizer):
     for settings, message in (
         ({"pooling": "men"}, "pooling must be one of cls, mean, lasttoken, got 'men'; did you mean 'mean'"),
         ({"dtype": "int8"}, "dtype must be one of"),
@@ -101,7 +98,7 @@ def test_arguments_that_cannot_work_are_refused(tiny_config: Any, tiny_tokenizer
         encoders.configure(model, dropout=1.0)
 
 
-def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "modules.json").write_text('[{"idx": 0,')
@@ -123,14 +120,14 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config: Any, tiny_tokenizer: Any, tied: bool) -> None:
+def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config, tiny_tokenizer, tied):
     model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
     encoders.configure(model, freeze_word_embeddings=True)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert len(frozen) == (1 if tied else 2) and all(name.endswith("word_embeddings.weight") for name in frozen)
 
 
-def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config: Any, tiny_tokenizer: Any) -> None:
+def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
     encoders.configure(model, dropout=0.0)
     texts = ["a b", "b c d e"]

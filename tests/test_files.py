@@ -31,9 +31,7 @@ from contaccum.files import (
         (FileNotFoundError(errno.ENOENT, "of what was read"), FileNotFoundError),
     ],
 )
-def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
-    error: Exception, expected: type[Exception], tmp_path: Path
-) -> None:
+def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(error, expected, tmp_path):
     path = tmp_path / "out.json"
     path.write_text("before")
     with pytest.raises(expected), atomic_file(path) as part:
@@ -42,7 +40,7 @@ def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
 
 
-def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(tmp_path: Path) -> None:
+def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(tmp_path):
     out, precious = tmp_path / "out", tmp_path / "precious"
     precious.write_text("keep me")
     out.symlink_to(precious)
@@ -51,7 +49,7 @@ def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_
     assert out.stat().st_mode == precious.stat().st_mode
 
 
-def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     path = tmp_path / "store"
     for content in ("first", "second"):
         with atomic_folder(path) as part:
@@ -70,7 +68,7 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(path) == ["fourth"] and os.listdir(tmp_path) == ["store"]
 
 
-def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path: Path) -> None:
+def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": ')
     with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
@@ -83,7 +81,7 @@ def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path: Pa
     assert read_json(path, list) == [1]
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     require_writable(tmp_path / "new" / "folder" / "out.json")
     assert os.listdir(tmp_path / "new" / "folder") == []
     (tmp_path / "file").touch()
@@ -100,9 +98,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
         ({}, "/home/me/.cache/contaccum/sets/a"),
     ],
 )
-def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
-    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(variables, expected, monkeypatch):
     for name in ("CONTACCUM_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
@@ -110,7 +106,7 @@ def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
     assert cache_folder("sets", "a") == Path(expected)
 
 
-def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_keys() -> None:
+def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_keys():
     assert fingerprint("ab", "c") != fingerprint("a", "bc") != fingerprint("abc")
     assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1}) != fingerprint({"a": 1, "b": [3]})
     assert fingerprint("a", 1) != fingerprint(1, "a")
@@ -129,9 +125,7 @@ URL = "https://someone:planted-url-password@example.org/data"
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_what_is_written_as_json_holds_no_credential_at_any_depth(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_written_as_json_holds_no_credential_at_any_depth(name, monkeypatch, tmp_path):
     monkeypatch.setenv(name, SECRETS[name])
     content = {"a": [f"--token={SECRETS[name]}!", {"b": [URL, 3, None]}], SECRETS[name]: str(Path(URL))}
     write_json(tmp_path / "run.json", content)
@@ -140,7 +134,7 @@ def test_what_is_written_as_json_holds_no_credential_at_any_depth(
     assert read_json(tmp_path / "run.json") == {"a": [f"--token=<{name}>!", expected[0]], f"<{name}>": expected[1]}
 
 
-def test_what_is_no_credential_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_no_credential_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("SHORT_KEY", "cat")  # too short: it would blank half of what is said
     monkeypatch.setenv("SSH_KEY", str(tmp_path))  # where a key lies, not a key
     monkeypatch.setenv("KEYBOARD_LAYOUT", "layout-of-keys")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from contaccum import DualEncoder
 from contaccum.grad_norms import TowerGradNorms
 
 
-def test_norms_of_untied_towers_are_those_of_their_weights(tiny_config: Any, tiny_tokenizer: Any) -> None:
+def test_norms_of_untied_towers_are_those_of_their_weights(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer)
     scale = 8.0  # a gradient scaler's
     for task, size in (("query", 5.0), ("document", 1.0)):
@@ -27,9 +26,7 @@ def test_norms_of_untied_towers_are_those_of_their_weights(tiny_config: Any, tin
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied but sharded"])
-def test_norms_where_no_tower_has_a_gradient_of_its_own_are_those_of_embeddings(
-    tied: bool, tiny_config: Any, tiny_tokenizer: Any
-) -> None:
+def test_norms_where_no_tower_has_a_gradient_of_its_own_are_those_of_embeddings(tied, tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tied=tied, pooling="mean", tokenizer=tiny_tokenizer).eval()
     norms = TowerGradNorms(model, whole=tied)
     for repeat in ("watched", "closed"):

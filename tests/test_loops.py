@@ -62,9 +62,7 @@ def build(tiny_config: Any, tiny_tokenizer: Any) -> Callable[..., DualEncoder]:
 
 
 @pytest.fixture(scope="module")
-def expected(
-    build: Callable[..., DualEncoder], dataset: Dataset, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, torch.Tensor]:
+def expected(build, dataset, tmp_path_factory) -> dict[str, torch.Tensor]:
     """Weights and bank of the plainest loop, never killed."""
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -100,13 +98,8 @@ def bank_of(names: dict[str, Any]) -> Any:
 @pytest.mark.slow  # twenty updates and a start anew, in each of four loops
 @pytest.mark.parametrize("section", LOOPS)
 def test_loop_of_the_page_ends_with_the_weights_of_the_plain_loop_though_killed_on_the_way(
-    section: str,
-    build: Callable[..., DualEncoder],
-    dataset: Dataset,
-    expected: dict[str, torch.Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    section, build, dataset, expected, tmp_path, monkeypatch
+):
     if section == "Lightning" and importlib.util.find_spec("lightning") is None:
         pytest.skip("the lightning extra is not installed: pip install contaccum[lightning]")
     monkeypatch.chdir(tmp_path)
@@ -119,9 +112,7 @@ def test_loop_of_the_page_ends_with_the_weights_of_the_plain_loop_though_killed_
     assert [name for name in expected if not torch.equal(ended[name], expected[name])] == []
 
 
-def test_the_trainer_ends_with_the_weights_of_the_plain_loop(
-    build: Callable[..., DualEncoder], dataset: Dataset, expected: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_the_trainer_ends_with_the_weights_of_the_plain_loop(build, dataset, expected, tmp_path):
     from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 
     names: dict[str, Any] = {"model": build(), "dataset": dataset}

@@ -91,9 +91,7 @@ def change(file: Path, **entries: Any) -> None:
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("form", ["torch", "plain", "as safetensors"])
-def test_pickled_weights_with_code_are_refused(
-    kind: str, form: str, harmless: Path, tmp_path: Path, mark: Path
-) -> None:
+def test_pickled_weights_with_code_are_refused(kind, form, harmless, tmp_path, mark):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
     weights = sorted(folder.rglob("model.safetensors"))[-1]  # of the last module, where there are several
     weights.unlink()
@@ -112,9 +110,7 @@ def test_pickled_weights_with_code_are_refused(
     ["evil.Evil", "os.system", "sentence_transformers.util.misc.importlib", "sentence_transformers.nothing.Here"],
 )
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_a_class_of_the_folder_s_choice_is_refused(
-    name: str, kind: str, harmless: Path, tmp_path: Path, mark: Path
-) -> None:
+def test_a_class_of_the_folder_s_choice_is_refused(name, kind, harmless, tmp_path, mark):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / "model"))
     write_own_code(folder, mark)
     if kind == "tied":
@@ -131,9 +127,7 @@ def test_a_class_of_the_folder_s_choice_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["backbone", "tied", "cross"])
-def test_modelling_code_of_a_folder_is_refused(
-    kind: str, harmless: Path, tmp_path: Path, mark: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modelling_code_of_a_folder_is_refused(kind, harmless, tmp_path, mark, capsys):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
     write_own_code(folder, mark)
     automatic = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
@@ -147,7 +141,7 @@ def test_modelling_code_of_a_folder_is_refused(
         assert capsys.readouterr().err == f"contaccum: error: {line}\n" and not mark.exists()
 
 
-def test_code_of_a_folder_runs_by_the_flag_alone(harmless: Path, tmp_path: Path, mark: Path) -> None:
+def test_code_of_a_folder_runs_by_the_flag_alone(harmless, tmp_path, mark):
     """The payload of these tests does run once it is asked for: what refuses it above is the missing flag."""
     folder = Path(shutil.copytree(harmless / "tied", tmp_path / "model"))
     write_own_code(folder, mark)
@@ -165,7 +159,7 @@ FORBIDDEN = re.compile(
 )
 
 
-def test_library_calls_nothing_that_runs_what_it_reads() -> None:
+def test_library_calls_nothing_that_runs_what_it_reads():
     found = []
     root = Path(__file__).parents[1]
     for path in [p for folder in ("contaccum", "scripts", "eval") for p in (root / folder).rglob("*.py")]:

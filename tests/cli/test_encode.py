@@ -80,7 +80,7 @@ def test_embeddings_are_those_of_the_model_from_every_form(root, model, tmp_path
     np.testing.assert_allclose(store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5)
 
 
-def test_the_record_says_what_was_encoded_and_how(whole: Path, model: DualEncoder) -> None:
+def test_the_record_says_what_was_encoded_and_how(whole, model):
     about = EmbeddingStore.open(whole).about
     assert about["model"] == model_fingerprint(model)
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
@@ -97,7 +97,7 @@ def test_queries_are_encoded_as_queries(root, model, tmp_path, corpus, first):
     assert store.ids([0]) == [first]
 
 
-def test_precision_and_dtype_are_separate_choices(root: Path, whole: Path, tmp_path: Path) -> None:
+def test_precision_and_dtype_are_separate_choices(root, whole, tmp_path):
     encode(root, tmp_path / "16", "--dtype", "float16")
     encode(root, tmp_path / "b16", "--precision", "bfloat16")
     exact, half, autocast = map(EmbeddingStore.open, (whole, tmp_path / "16", tmp_path / "b16"))
@@ -106,8 +106,8 @@ def test_precision_and_dtype_are_separate_choices(root: Path, whole: Path, tmp_p
 
 
 def test_a_run_that_broke_off_goes_on_with_its_shard_and_ends_with_the_same_bytes(
-    root: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    root, whole, tmp_path, monkeypatch, capsys
+):
     # At whatever instant a process is killed: tests/retrieval/test_store.py.
     encoded: list[str] = []
 
@@ -131,7 +131,7 @@ def test_a_run_that_broke_off_goes_on_with_its_shard_and_ends_with_the_same_byte
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_the_store_of_one(root: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
     words = ["encode", root / "model", "--corpus", root / "corpus.jsonl", "--output", tmp_path / "s"]
     words += ["--no_progress", "--shard_size", "16"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -49,9 +49,7 @@ def train(places: Path, output: Path, *files: str, **keys: Any) -> int:
     return main(["train", *files, *(f"--{key}={value}" for key, value in given.items() if value is not None)])
 
 
-def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
-    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, tmp_path, capsys):
     output = tmp_path / "out"
     assert train(places, output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
@@ -63,7 +61,7 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
     assert train(places, tmp_path / "again", model=output, pooling=None) == 0
 
 
-def test_a_model_folder_of_the_version_before_loads(places: Path, tmp_path: Path) -> None:
+def test_a_model_folder_of_the_version_before_loads(places, tmp_path):
     """Beside the model it left the arguments as JSON and its logs, and no marker of ours."""
     output = tmp_path / "out"
     assert train(places, output, max_steps=1) == 0
@@ -71,7 +69,7 @@ def test_a_model_folder_of_the_version_before_loads(places: Path, tmp_path: Path
     assert train(places, tmp_path / "again", model=output, pooling=None, max_steps=1) == 0
 
 
-def test_it_evaluates_and_records_on_what(places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_evaluates_and_records_on_what(places, tmp_path, capsys):
     evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "steps", "eval_steps": 2}
     evaluated |= {"eval_corpus_size": 6, "early_stopping_patience": 5, "metric_for_best_model": "Recall@1"}
     assert train(places, tmp_path / "run", save_strategy="best", **evaluated) == 0
@@ -94,17 +92,13 @@ def test_it_evaluates_and_records_on_what(places: Path, tmp_path: Path, capsys: 
         ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
     ],
 )
-def test_mistakes_give_one_line_and_exit_code_2(
-    places: Path, keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_give_one_line_and_exit_code_2(places, keys, message, tmp_path, capsys):
     assert train(places, tmp_path / "o", **{k: str(v).format(places=places) for k, v in keys.items()}) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
     assert len(lines) == 1 and message in lines[0]
 
 
-def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(
-    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(places, tmp_path, capsys):
     data = tmp_path / "pairs.jsonl"
     data.write_text((places / "pairs.jsonl").read_text() + '{"query": "no positive"}\n')
     assert train(places, tmp_path / "out", train_data=data, model="nowhere/at/all") == 2
@@ -114,9 +108,7 @@ def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(
     assert "1 left out" in capsys.readouterr().out
 
 
-def test_the_example_of_several_sets_trains(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_several_sets_trains(places, tmp_path, monkeypatch, capsys):
     (section,) = re.findall(r"^## Several sets\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL)
     queries, passages = sentences(20, 1), sentences(60, 2, 9)
     rows = [{"query": q, "positive": passages[i]} for i, q in enumerate(queries)]
@@ -133,9 +125,7 @@ def test_the_example_of_several_sets_trains(
 
 
 @pytest.mark.parametrize("method", ["contaccum", "contaccum_cached", "grad_accum"])
-def test_it_distils_what_was_mined_with_a_teacher(
-    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
+def test_it_distils_what_was_mined_with_a_teacher(places, tmp_path, capsys, method):
     texts, data = [sentences(20, i) for i in range(4)], tmp_path / "scored.jsonl"
     rows = [{"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]} for q, p, *n in zip(*texts, strict=True)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -151,9 +141,7 @@ def test_it_distils_what_was_mined_with_a_teacher(
     assert logs[0][0]["loss"] == pytest.approx(logs[1][0]["loss"]) and logs[0][1]["loss"] != logs[1][1]["loss"]
 
 
-def test_distilling_without_scores_is_one_line_before_a_model_is_loaded(
-    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_distilling_without_scores_is_one_line_before_a_model_is_loaded(places, tmp_path, capsys):
     keys = {"distill": "kl", "num_hard_negatives": 1, "model": "nowhere/at/all"}
     assert train(places, tmp_path / "out", **keys) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
@@ -162,7 +150,7 @@ def test_distilling_without_scores_is_one_line_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places: Path, tmp_path: Path) -> None:
+def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, tmp_path):
     """By the line of docs/scaling.md for one host."""
     (line,) = re.findall(
         r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", (DOCS / "scaling.md").read_text(), re.MULTILINE

@@ -18,8 +18,8 @@ from contaccum.training.trainer import ContAccumTrainer
 
 
 def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_each_update(
-    tokens: list[str], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokens, place, tmp_path, monkeypatch
+):
     evaluation = {"data": [str(place / "beir")], "split": "test", "updates": None, "precision": "float32"}
     evaluation |= {"queries": None, "corpus": None, "batch_size": 32}
     plan = make_plan(read_options([], tokens), ["in_batch", "contaccum"], [], [], [3])
@@ -48,7 +48,7 @@ def test_every_method_begins_with_the_same_weights_and_sees_the_same_pairs_in_ea
     assert json.loads(json.dumps(results)) == results
 
 
-def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens: list[str]) -> None:
+def test_batches_that_are_composed_by_their_size_are_another_order_of_data(tokens):
     def orders(*more: str) -> set[str]:
         plan = make_plan(read_options([], [*tokens, *more]), ["in_batch", "grad_accum"], [], [], [0])
         data = load_data(*next(iter(plan.groups.values())).parsed[1:])
@@ -88,7 +88,7 @@ def start(tmp_path: Path) -> Any:
     return run
 
 
-def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_once(start: Any, tmp_path: Path) -> None:
+def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_once(start, tmp_path):
     lines: list[str] = []
     failed = start(["fail", "ok", "killed", "ok"], 2, lines.append)
     assert failed == {"0-fail": "exit code 1: no such thing", "2-killed": "exit code -9: nothing on stderr"}
@@ -100,7 +100,7 @@ def test_failures_are_named_and_the_others_go_on_never_more_than_asked_for_at_on
     assert (max(running), running[-1]) == (2, 0)
 
 
-def test_an_interrupt_leaves_no_process(start: Any) -> None:
+def test_an_interrupt_leaves_no_process(start):
     seen: list[str] = []
 
     def interrupt(line: str) -> None:

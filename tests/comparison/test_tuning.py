@@ -41,11 +41,11 @@ def climbed(score: Any, ladder: Ladder = LADDER) -> tuple[list[str], str | None]
         (lambda x: None, [], None),
     ],
 )
-def test_a_ladder_goes_on_beyond_an_end_while_that_is_the_best(score: Any, beyond: list[str], chosen: str) -> None:
+def test_a_ladder_goes_on_beyond_an_end_while_that_is_the_best(score, beyond, chosen):
     assert climbed(score) == ([*LADDER.values, *beyond], chosen)
 
 
-def test_of_two_equal_values_the_smaller_is_taken_and_the_ladder_goes_down_once() -> None:
+def test_of_two_equal_values_the_smaller_is_taken_and_the_ladder_goes_down_once():
     ladder = LADDER._replace(values=["2", "1"], factor=2.0)
     assert climbed(lambda x: min(x, 1.0), ladder) == (["2", "1", "0.5"], "1")
 
@@ -77,7 +77,7 @@ def made_up(asked: list[set[str]], best: dict[str, float]) -> Any:
     return train
 
 
-def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan: Plan) -> None:
+def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan):
     asked: list[set[str]] = []
     ladder = read_ladder(plan, "learning_rate=1e-3,2e-3,1", 2.0, 5, [1, 3])
     scores, failed = climb(plan, ladder, made_up(asked, {"grad_accum": 2e-3, "contaccum": 4e-4}))
@@ -105,7 +105,7 @@ def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan: Plan) -> None
     assert len(without.groups) == 4 and len(without.pairs) == 3
 
 
-def test_a_report_says_what_was_tried_and_warns_of_a_best_at_an_end(plan: Plan) -> None:
+def test_a_report_says_what_was_tried_and_warns_of_a_best_at_an_end(plan):
     data = [{"name": "beir", "split": "dev", "queries": 4, "documents": 8, "fingerprint": "f"}]
     ladder = read_ladder(plan, "learning_rate=1e-3,2e-3,1", 2.0, 4, None)
     scores, failed = climb(plan, ladder, made_up([], {"grad_accum": 2e-3, "contaccum": 1e-5}))
@@ -138,7 +138,7 @@ def test_a_report_says_what_was_tried_and_warns_of_a_best_at_an_end(plan: Plan) 
         ("learning_rate=1e-4,2e-4", 1.0, "--tune_factor must be at least 1.1"),
     ],
 )
-def test_what_cannot_be_climbed_is_refused(plan: Plan, given: str | None, factor: float, message: str) -> None:
+def test_what_cannot_be_climbed_is_refused(plan, given, factor, message):
     with pytest.raises(ConfigError, match=message):
         read_ladder(plan, given, factor, 12, None)
 
@@ -152,8 +152,8 @@ def in_this_process(jobs: Any, *args: Any) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_each_method_is_tuned_on_dev_then_run_at_its_best_and_nothing_is_done_twice(
-    tokens: list[str], place: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokens, place, tmp_path, capsys, monkeypatch
+):
     shutil.copytree(place / "beir", tmp_path / "dev")
     judged = tmp_path / "dev" / "qrels" / "test.tsv"
     lines = judged.read_text().splitlines()

@@ -42,7 +42,7 @@ def make(folder: Path, split: str = "test", ending: str = "", end: str = "\n", m
     return folder
 
 
-def test_corpus_judged_queries_and_judgements_are_those_of_the_files(tmp_path: Path) -> None:
+def test_corpus_judged_queries_and_judgements_are_those_of_the_files(tmp_path):
     data = load_beir_folder(make(tmp_path / "tiny"))
     assert data.name == "tiny" and data.split == "test" and data.path == tmp_path / "tiny"
     assert data.corpus == {
@@ -58,7 +58,7 @@ def test_corpus_judged_queries_and_judgements_are_those_of_the_files(tmp_path: P
     assert headless.qrels == data.qrels
 
 
-def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path: Path) -> None:
+def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path):
     plain = load_beir_folder(make(tmp_path / "plain"))
     packed = load_beir_folder(make(tmp_path / "packed", ending=".gz", end="\r\n", mark="\ufeff"))
     assert plain.fingerprint == packed.fingerprint and len(plain.fingerprint) == 64
@@ -85,9 +85,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("part", "name", "lines", "bad", "reason"), CASES)
-def test_every_bad_record_names_its_file_line_and_reason(
-    tmp_path: Path, part: str, name: str, lines: list[str], bad: str, reason: str
-) -> None:
+def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, name, lines, bad, reason):
     folder = make(tmp_path, **{part: [*lines, "", bad]})
     line = len(lines) + 2
     with pytest.raises(DataError) as caught:
@@ -101,7 +99,7 @@ def test_every_bad_record_names_its_file_line_and_reason(
     assert data.fingerprint == load_beir_folder(make(tmp_path / "clean")).fingerprint
 
 
-def test_empty_documents_are_kept_for_evaluation_and_left_out_of_training(tmp_path: Path) -> None:
+def test_empty_documents_are_kept_for_evaluation_and_left_out_of_training(tmp_path):
     qrels = [QRELS[0], "q1\td1\t1", "q1\td9\t1"]
     folder = make(tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'], qrels=qrels)
     assert load_beir_folder(folder).corpus["d9"] == {"title": " ", "text": ""}
@@ -109,7 +107,7 @@ def test_empty_documents_are_kept_for_evaluation_and_left_out_of_training(tmp_pa
     assert len(data.dataset) == 1 and data.report.by_reason == {"empty document": 1}
 
 
-def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_in_a_folder_is_named(tmp_path):
     make(tmp_path, split="dev")
     make(tmp_path, split="train", ending=".gz")
     with pytest.raises(DataError, match="no split 'test'; it has: dev, train"):
@@ -121,7 +119,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
             load_beir_folder(make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip")
 
 
-def test_shipped_scifact_is_the_published_one(tmp_path: Path) -> None:
+def test_shipped_scifact_is_the_published_one(tmp_path):
     test = load_beir_folder(shipped_scifact(), "test")
     assert (len(test.corpus), len(test.queries)) == (5183, 300)
     assert sum(len(judged) for judged in test.qrels.values()) == 339
@@ -162,9 +160,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     return state
 
 
-def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(
-    tmp_path: Path, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(tmp_path, server, monkeypatch):
     monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
     folder = resolve_beir_data("fiqa")
     assert folder == tmp_path / "cache" / "beir" / "fiqa" and resolve_beir_data("fiqa") == folder
@@ -177,9 +173,7 @@ def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(
 
 
 @pytest.mark.parametrize("content", [urllib.error.URLError("no\nroute"), b"half a zip"])
-def test_a_failed_download_is_one_line_and_leaves_nothing_behind(
-    tmp_path: Path, server: dict[str, Any], content: Any
-) -> None:
+def test_a_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, server, content):
     server["content"] = content
     with pytest.raises(DataError) as caught:
         resolve_beir_data("scifact")
@@ -188,16 +182,14 @@ def test_a_failed_download_is_one_line_and_leaves_nothing_behind(
     assert list((tmp_path / "cache" / "beir").iterdir()) == []
 
 
-def test_an_archive_never_writes_outside_its_folder(
-    tmp_path: Path, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatch):
     server["content"] = archive("../outside", "fiqa/../../outside", "/outside", "C:\\outside")
     monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
     inside, found = resolve_beir_data("fiqa"), list(tmp_path.rglob("*outside*"))
     assert found and all(path.is_relative_to(inside) for path in found) and not Path("/outside").exists()
 
 
-def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server: dict[str, Any]) -> None:
+def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server):
     assert len(PUBLIC_NAMES) == 15
     assert [default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == ["dev", "dev", "test"]
     for wrong, right in (("scifct", "scifact"), ("Trec-Covid", "trec-covid"), ("data/nfcorpsu", "nfcorpus")):
@@ -209,7 +201,7 @@ def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server: dict[
     assert server["urls"] == []
 
 
-def test_importing_the_readers_is_cheap() -> None:
+def test_importing_the_readers_is_cheap():
     code = "import json, sys, contaccum.data; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"beir", "datasets", "torch", "pyarrow", "ijson"} & {*json.loads(done.stdout)}

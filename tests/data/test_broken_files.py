@@ -118,9 +118,7 @@ case("msmarco, no split", lambda f: put_msmarco(f / "m"), r"qrels\.dev\.tsv: no 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_counted(
-    tmp_path: Path, name: str
-) -> None:
+def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_counted(tmp_path, name):
     make, stop, skip, settings = CASES[name]
     source = make(tmp_path)
     if stop is not None:

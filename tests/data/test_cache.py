@@ -41,7 +41,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 ROWS = [{"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]} for i in range(9)]
 
 
-def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Path, reads: list[str]) -> None:
+def test_a_second_run_opens_what_the_first_one_stored(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS, end="broken\n")
     first, second = (load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2))
     assert len(reads) == 9
@@ -49,7 +49,7 @@ def test_a_second_run_opens_what_the_first_one_stored(tmp_path: Path, folder: Pa
     assert "1 broken JSON" in second.report.summary() and list(first.dataset) == list(second.dataset)
 
 
-def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder: Path, reads: list[str]) -> None:
+def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
     taken: list[dict[str, Any]] = [
         {},
@@ -68,7 +68,7 @@ def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path: Path, folder:
     assert len(list(folder.iterdir())) == 3
 
 
-def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> None:
+def test_a_source_that_changed_is_read_again(tmp_path, folder):
     path = tmp_path / "a.jsonl"
     for number in range(3):  # of the same size
         put_lines(path, {"query": str(number), "positive": "p"})
@@ -76,9 +76,7 @@ def test_a_source_that_changed_is_read_again(tmp_path: Path, folder: Path) -> No
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
 
-def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(tmp_path, folder, monkeypatch):
     paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
 
     def age(entry: Path, days: float) -> None:
@@ -125,7 +123,7 @@ print(load_training_data(sys.argv[1]).fingerprint)
 
 
 @pytest.mark.slow
-def test_two_processes_that_start_at_once_share_one_entry(tmp_path: Path, folder: Path) -> None:
+def test_two_processes_that_start_at_once_share_one_entry(tmp_path, folder):
     path = put_lines(tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)])
     started = [
         subprocess.Popen([sys.executable, "-c", TWO, path, tmp_path, str(number)], stdout=subprocess.PIPE, text=True)
@@ -141,7 +139,7 @@ def test_two_processes_that_start_at_once_share_one_entry(tmp_path: Path, folder
     assert len(list(tmp_path.glob("writes-*"))) == 1 and len(list(folder.iterdir())) == 1
 
 
-def test_nothing_is_used_of_what_was_not_finished(tmp_path: Path, folder: Path) -> None:
+def test_nothing_is_used_of_what_was_not_finished(tmp_path, folder):
     path = put_lines(tmp_path / "a.jsonl", *ROWS, end="{\n")
     for _ in range(2):
         with pytest.raises(DataError, match=r"a\.jsonl:10: broken JSON"):
@@ -149,7 +147,7 @@ def test_nothing_is_used_of_what_was_not_finished(tmp_path: Path, folder: Path) 
     assert not list(folder.rglob("*.arrow")) and not list(folder.rglob("about.json"))
 
 
-def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch):
     put_lines(tmp_path / "file")
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match=r"cannot be stored: .*Not a directory.*CONTACCUM_CACHE") as caught:
@@ -173,7 +171,7 @@ print(len(data.dataset), anonymous() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
-def test_memory_grows_by_few_bytes_for_each_pair(tmp_path: Path, folder: Path) -> None:
+def test_memory_grows_by_few_bytes_for_each_pair(tmp_path, folder):
     def pairs(name: str, n: int) -> Path:
         return put_lines(
             tmp_path / name, *[{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(n)]

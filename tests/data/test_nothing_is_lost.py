@@ -61,9 +61,7 @@ def check(source: Path, mode: str, data_format: str | None) -> None:
 @pytest.mark.parametrize("data_format", FILES)
 @FUZZ
 @given(data=st.data(), mode=st.sampled_from(["stop", "skip"]), told=st.booleans())
-def test_every_record_of_a_file_is_used_or_reported(
-    data_format: str, data: st.DataObject, mode: str, told: bool
-) -> None:
+def test_every_record_of_a_file_is_used_or_reported(data_format, data, mode, told):
     with tempfile.TemporaryDirectory() as folder:
         name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
         (Path(folder) / name).write_bytes(data.draw(contents(FILES[data_format])))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tracemalloc
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from contaccum.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_records_sniffed_or_named(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_the_same_records_sniffed_or_named(tmp_path, name):
     source = WRITERS[name](tmp_path)
     expected = [record._replace(negatives=[]) for record in RECORDS] if name == "beir" else RECORDS
     assert sniff_format(source) == name
@@ -26,7 +25,7 @@ def test_every_format_gives_the_same_records_sniffed_or_named(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "beir"])
-def test_training_data_has_the_same_rows_and_fingerprint_from_every_format(tmp_path: Path, name: str) -> None:
+def test_training_data_has_the_same_rows_and_fingerprint_from_every_format(tmp_path, name):
     data = load_training_data(WRITERS[name](tmp_path), num_hard_negatives=2)
     assert list(data.dataset) == [
         {"query": r.query, "positive": r.positives[0], "negative_1": r.negatives[0], "negative_2": r.negatives[1]}
@@ -39,7 +38,7 @@ def test_training_data_has_the_same_rows_and_fingerprint_from_every_format(tmp_p
 @pytest.mark.parametrize("name", ["dpr.json", "tevatron.jsonl", "pairs.jsonl", "csv"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path: Path, name: str, mark: str, end: str) -> None:
+def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path, name, mark, end):
     writer = WRITERS[name.split(".")[0]]
     text = writer(tmp_path).read_bytes().decode().replace("\r\n", "\n").replace("\n", end)
     path = put(tmp_path / f"{name}.gz", mark + text)
@@ -47,7 +46,7 @@ def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path: Path, name:
     assert sniff_format(path) == sniff_format(writer(tmp_path))
 
 
-def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path: Path) -> None:
+def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path):
     for query, positive in product(FIELDS["query"], FIELDS["positive"]):
         record = {"id": 7, query: "q", "title": "T", positive: "p", "score": 0.5}
         assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["T p"], [])]
@@ -65,14 +64,12 @@ NEGATIVES: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "expected"), NEGATIVES)
-def test_negatives_are_found_under_every_name_and_none_is_hidden(
-    tmp_path: Path, fields: dict[str, Any], expected: list[str]
-) -> None:
+def test_negatives_are_found_under_every_name_and_none_is_hidden(tmp_path, fields, expected):
     record = {"query": "q", "positives": ["p1", "p2"], **fields}
     assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["p1", "p2"], expected)]
 
 
-def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(tmp_path: Path) -> None:
+def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(tmp_path):
     records = [{"q": "a", "p": "x"}, {"q": "b", "p": "x", "heading": "T"}, {"p": "x", "hard": ["n"], "q": "c"}]
     path = put(tmp_path / "a.jsonl", lines(records))
     columns = parse_columns(["query=q", "positive=p", "negatives=hard", "title=heading"])
@@ -83,13 +80,13 @@ def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(
 
 
 @pytest.mark.parametrize("given", [["quer=a"], ["query"], ["{query"]])
-def test_a_mapping_that_cannot_be_used_is_refused(given: Any) -> None:
+def test_a_mapping_that_cannot_be_used_is_refused(given):
     with pytest.raises(ConfigError, match="data_columns"):
         parse_columns(given)
     assert parse_columns(['{"query": "a"}']) == {"query": "a"} and parse_columns(None) == {}
 
 
-def test_a_dpr_array_is_read_in_constant_memory(tmp_path: Path) -> None:
+def test_a_dpr_array_is_read_in_constant_memory(tmp_path):
     record = {**dpr_records()[0], "negative_ctxs": [{"title": "", "text": "word " * 2000}] * 5}
     path = put(tmp_path / "dpr.json", "[" + ",\n".join([json.dumps(record)] * 400) + "]")
     tracemalloc.start()
@@ -101,7 +98,7 @@ def test_a_dpr_array_is_read_in_constant_memory(tmp_path: Path) -> None:
     assert count == 400 and peak < 8_000_000 < path.stat().st_size / 2
 
 
-def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path: Path) -> None:
+def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path):
     records = dpr_records()
     records[1]["hard_negative_ctxs"] = []
     del records[2]["hard_negative_ctxs"], records[2]["negative_ctxs"]
@@ -112,14 +109,14 @@ def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path: Path
 # Tables
 
 
-def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_the_start(tmp_path: Path) -> None:
+def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_the_start(tmp_path):
     path = put(tmp_path / "a.csv", 'query,positive\nq1,"a, ""b""\n\nc"\n\nq2,\nq3,"d"\n')
     report = RecordReport("skip")
     assert list(read_records(path, report=report)) == [Record("q1", ['a, "b"\n\nc'], []), Record("q3", ["d"], [])]
     assert report.first == f"{path}:6" and report.by_reason == {"missing positive": 1}
 
 
-def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path: Path) -> None:
+def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path):
     records = [{"query": f"q{i}", "pos": ["p", "p2"], "neg": [{"title": "T", "text": "n"}]} for i in range(7)]
     records[5]["pos"] = ["p", None]
     report = RecordReport("skip")
@@ -128,7 +125,7 @@ def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_
     assert report.first == f"{tmp_path / 'a.parquet'}:6" and report.by_reason == {"missing pos": 1}
 
 
-def test_saved_datasets_give_the_split_and_lists_that_arrow_keeps_as_an_object(tmp_path: Path) -> None:
+def test_saved_datasets_give_the_split_and_lists_that_arrow_keeps_as_an_object(tmp_path):
     from datasets import Dataset, DatasetDict
 
     both = DatasetDict({"train": Dataset.from_list(rows()), "dev": Dataset.from_list(rows()[:1])})
@@ -143,9 +140,7 @@ def test_saved_datasets_give_the_split_and_lists_that_arrow_keeps_as_an_object(t
 
 
 @pytest.mark.parametrize(("source", "name", "config"), [("owner/set", "owner/set", None), ("set:part", "set", "part")])
-def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(
-    monkeypatch: pytest.MonkeyPatch, source: str, name: str, config: str | None
-) -> None:
+def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, name, config):
     calls: list[Any] = []
 
     def load(*given: Any, **options: Any) -> Any:

@@ -49,8 +49,8 @@ def model_of(places: Path, tied: bool, dtype: Any = "float32") -> DualEncoder:
     ids=["tied", "untied", "checkpointing", "bfloat16"],
 )
 def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
-    places: Path, trainer_in: Any, tmp_path: Path, tied: bool, settings: dict[str, Any]
-) -> None:
+    places, trainer_in, tmp_path, tied, settings
+):
     dtype = settings.pop("dtype", "float32")
     whole = trainer_in(tmp_path / "whole", model=model_of(places, tied, dtype), **DATA, **SAVES, **settings)
     before = {name: value.clone() for name, value in whole.model.state_dict().items()}
@@ -76,7 +76,7 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
             trainer_in(tmp_path / "other", model=other, **DATA).train(str(tmp_path / "whole" / "checkpoint-3"))
 
 
-def test_gradient_norms_are_those_of_each_towers_adapter(places: Path, trainer_in: Any, tmp_path: Path) -> None:
+def test_gradient_norms_are_those_of_each_towers_adapter(places, trainer_in, tmp_path):
     trainer = trainer_in(tmp_path, 12, model=model_of(places, tied=False), max_grad_norm=0.0)
     norms = {}
 
@@ -106,9 +106,7 @@ def embeddings(folder: Path, cls: Any = SentenceTransformer) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", ["true", "false"], ids=["tied", "untied"])
-def test_the_command_line_trains_evaluates_trains_on_and_merges(
-    places: Path, tied: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_trains_evaluates_trains_on_and_merges(places, tied, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(places)
     first, second = tmp_path / "first", tmp_path / "second"
     adapter = {"lora_r": 2, "lora_alpha": 8, "lora_target_modules": ["query", "value"], "pooling": "mean"}
@@ -136,7 +134,7 @@ def test_the_command_line_trains_evaluates_trains_on_and_merges(
     assert "merge_adapter with model as output_dir" in capsys.readouterr().err
 
 
-def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base(places: Path, tmp_path: Path) -> None:
+def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base(places, tmp_path):
     full, tied, untied = (tmp_path / name for name in ("full", "tied", "untied"))
     DualEncoder.from_backbone(places / "backbone", pooling="mean", device="cpu").save_pretrained(str(full))
     before = embeddings(full)
@@ -168,9 +166,7 @@ def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base
         ({"lora_r": 2, "load_in_4bit": "true"}, "load_in_4bit needs "),
     ],
 )
-def test_mistakes_give_one_line_and_exit_code_2(
-    places: Path, keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_give_one_line_and_exit_code_2(places, keys, message, tmp_path, capsys):
     if keys.get("load_in_4bit") and torch.accelerator.is_available():
         pytest.skip("this machine may have what it takes")
     assert train(places, tmp_path / "out", **keys) == 2

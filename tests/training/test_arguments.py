@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,7 +50,7 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
     ],
 )
-def test_refused_with_both_names(settings: dict[str, Any], named: list[str], tmp_path: Path) -> None:
+def test_refused_with_both_names(settings, named, tmp_path):
     with pytest.raises(ValueError) as caught:  # transformers refuses some by itself
         ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
     assert "\n" not in str(caught.value)
@@ -60,7 +58,7 @@ def test_refused_with_both_names(settings: dict[str, Any], named: list[str], tmp
         assert part in str(caught.value)
 
 
-def test_engines_that_the_environment_asks_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_the_environment_asks_for_are_refused(tmp_path, monkeypatch):
     for environment, message in (
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "method=grad_cache with deepspeed"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1 is not supported"),
@@ -75,27 +73,25 @@ def test_engines_that_the_environment_asks_for_are_refused(tmp_path: Path, monke
     ("method", "bank_size", "query_bank_size"),
     [("contaccum", 1024, None), ("pre_batch", 1024, 0), ("grad_accum", None, None), ("grad_cache", None, None)],
 )
-def test_the_bank_follows_from_the_method(
-    method: str, bank_size: int | None, query_bank_size: int | None, tmp_path: Path
-) -> None:
+def test_the_bank_follows_from_the_method(method, bank_size, query_bank_size, tmp_path):
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), method=method)
     assert (args.bank_size, args.query_bank_size) == (bank_size, query_bank_size)
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"])
-def test_pairs_per_update_are_the_same_for_every_method_and_survive_a_round_trip(method: str, tmp_path: Path) -> None:
+def test_pairs_per_update_are_the_same_for_every_method_and_survive_a_round_trip(method, tmp_path):
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 16}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), method=method, **sizes)
     for one in (args, ContAccumTrainingArguments(**args.to_dict())):
         assert (one.total_train_batch_size, one.pairs_per_micro_batch) == (128, 8)
 
 
-def test_accumulation_steps_follow_from_pairs_per_update(tmp_path: Path) -> None:
+def test_accumulation_steps_follow_from_pairs_per_update(tmp_path):
     sizes = {"per_device_train_batch_size": 4, "total_train_batch_size": 128}
     assert ContAccumTrainingArguments(output_dir=str(tmp_path), **sizes).gradient_accumulation_steps == 32
 
 
-def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_model: Any, tmp_path: Path) -> None:
+def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_model, tmp_path):
     told_by_the_trainer = {"pairs_per_update"}
     of_a_bank = set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
     assert set(LOSS_SETTINGS) == {*of_a_bank, "distill", "distill_weight", "distill_temperature"}

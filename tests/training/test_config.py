@@ -22,7 +22,7 @@ def config(folder: Path, text: str = "", **keys: Any) -> str:
     return str(path)
 
 
-def test_later_files_and_the_command_line_override(tmp_path: Path) -> None:
+def test_later_files_and_the_command_line_override(tmp_path):
     first = config(tmp_path, bank_size=64, learning_rate=3.0e-5, normalize=True)
     (tmp_path / "d.yaml").write_text("bank_size: 32\nmethod: pre_batch\n")
     model, data, args = parse([first, str(tmp_path / "d.yaml"), "--learning_rate", "1e-4", "--tied=false"])
@@ -46,7 +46,7 @@ def test_later_files_and_the_command_line_override(tmp_path: Path) -> None:
         ("save_strategy: epoch\nload_best_model_at_end: true", [], "save and eval strategy to match"),
     ],
 )
-def test_mistakes_are_one_line(text: str, arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(text, arguments, message, tmp_path):
     places = [f"--{key}={value}" for key, value in PLACES.items()] if "model" not in text else []
     with pytest.raises(ConfigError, match=message):
         parse([config(tmp_path, text or yaml.safe_dump(PLACES)), *places, *arguments])
@@ -72,9 +72,7 @@ TWO = {"train_data": ["a", "b"]}
         ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),
     ],
 )
-def test_what_cannot_be_combined_is_one_line_that_names_both(
-    keys: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_combined_is_one_line_that_names_both(keys, message, tmp_path):
     with pytest.raises(ConfigError, match=message) as caught:
         parse([config(tmp_path, **keys)])
     assert "\n" not in str(caught.value)
@@ -91,14 +89,12 @@ def test_what_cannot_be_combined_is_one_line_that_names_both(
         ),
     ],
 )
-def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(
-    keys: dict[str, Any], arguments: list[str], expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(keys, arguments, expected, tmp_path):
     _, data, _ = parse([config(tmp_path, **keys), *arguments])
     assert parse_columns(data.data_columns) == expected
 
 
-def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path: Path) -> None:
+def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     prompts = {"a": {"query": "cat: "}, "n": {"query": "dog: "}}
     given = {"train_data": ["a", {"path": "x/b", "name": "n"}], **EVALUATED, "metric_for_best_model": "NDCG@10"}
     given |= {"multi_dataset_batch_sampler": "round_robin", "prompts": prompts}
@@ -109,7 +105,7 @@ def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path: Path
     assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better and not data.is_one_path
 
 
-def test_auto_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+def test_auto_can_be_given_on_the_command_line(tmp_path):
     given = [config(tmp_path), "--total_train_batch_size=64"]
     assert parse([*given, "--per_device_train_batch_size=auto"])[2].finds_micro_batch
     args = parse([*given, "--per_device_train_batch_size", "16"])[2]
@@ -120,7 +116,7 @@ def test_auto_can_be_given_on_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts)
 )
-def test_shipped_configs_parse(name: str) -> None:
+def test_shipped_configs_parse(name):
     if "\nlora_r:" in (CONFIGS / name).read_text() and "lora_r" not in ModelArguments.__dataclass_fields__:
         pytest.skip("no LoRA yet")
     assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128

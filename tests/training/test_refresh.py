@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in: Any, tmp_path: Path, workers: int) -> None:
+def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in, tmp_path, workers):
     trainer = trainer_in(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
     windows, models = watch(trainer)
     trainer.train()
@@ -84,9 +83,7 @@ def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in: Any, tmp
     assert log[0]["mining_seconds"] > 0
 
 
-def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(
-    trainer_in: Any, tmp_path: Path
-) -> None:
+def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(trainer_in, tmp_path):
     data = without_negatives(several=True)
     positives: dict[str, set[str]] = {}
     for row in data:
@@ -99,7 +96,7 @@ def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_th
         assert positive in positives[query] and not positives[query] & set(negatives)
 
 
-def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in, tmp_path):
     straight = trainer_in(tmp_path / "a", without_negatives(), dropout=0.1, **REFRESH, **SAVES)
     straight.train()
     for update in (2, 3):  # right before a refresh, and between two
@@ -114,7 +111,7 @@ def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in: Any, tmp_pa
         other.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
 
 
-def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in: Any, tmp_path: Path) -> None:
+def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path, pairs(N, 2), **REFRESH)
     windows, _ = watch(trainer)
     trainer.train()
@@ -132,12 +129,12 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in: Any,
     ],
     ids=["no negatives", "several sets", "other names"],
 )
-def test_data_that_nothing_can_be_put_into_is_refused(trainer_in: Any, tmp_path: Path, data: Any, message: str) -> None:
+def test_data_that_nothing_can_be_put_into_is_refused(trainer_in, tmp_path, data, message):
     with pytest.raises(ConfigError, match=message):
         trainer_in(tmp_path, data, **REFRESH)
 
 
-def test_data_to_mine_in_without_the_queries_is_refused(trainer_in: Any, tmp_path: Path) -> None:
+def test_data_to_mine_in_without_the_queries_is_refused(trainer_in, tmp_path):
     other = load_mining_data([{"query": "a query", "positive": "a passage"}])
     with pytest.raises(ConfigError, match=r"row 0 of the training data, and 8 others, have a query"):
         trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from contaccum.training.log import RUN_RECORD
 METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"]
 
 
-def test_at_most_eight_methods_of_the_parents_are_overridden() -> None:
+def test_at_most_eight_methods_of_the_parents_are_overridden():
     own = {name for name, value in vars(ContAccumTrainer).items() if inspect.isfunction(value)}
     overridden = {name for name in own if hasattr(SentenceTransformerTrainer, name)}
     assert len(overridden) <= 8, overridden
@@ -33,9 +32,7 @@ def test_at_most_eight_methods_of_the_parents_are_overridden() -> None:
 
 
 @pytest.mark.parametrize("update", [1, 4, 6])  # inside the first epoch, at its end, inside the second
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    trainer_in: Any, run: Any, update: int, tmp_path: Path
-) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(trainer_in, run, update, tmp_path):
     folder, expected, log = run
     resumed = trainer_in(tmp_path, **RUN)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{update}"))
@@ -45,7 +42,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert [line["epoch"] for line in log_of(tmp_path)] == [line["epoch"] for line in log[update:]]
 
 
-def test_a_run_leaves_its_record_its_log_and_a_model(run: Any) -> None:
+def test_a_run_leaves_its_record_its_log_and_a_model(run):
     folder, _, log = run
     assert [line["update"] for line in log] == list(range(1, 9))
     assert [line["pairs"] for line in log] == [12, 12, 12, 7] * 2
@@ -66,7 +63,7 @@ def test_a_run_leaves_its_record_its_log_and_a_model(run: Any) -> None:
     assert SentenceTransformer(str(folder), device="cpu").encode(["a cat"]).shape == (1, 16)
 
 
-def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path) -> None:
+def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(trainer_in, tmp_path):
     # 72 pairs an update: the encoder is probed at the start, and after updates 2, 4 and 6.
     settings = {"per_device_train_batch_size": 24, "bank_size": 150, "num_train_epochs": 3, "learning_rate": 3e-3}
     settings |= {"data": 144, "tied": False, "drift_compensation": "mean"}
@@ -85,7 +82,7 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(trainer_in: Any, tmp
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_method_trains_and_logs_each_update(trainer_in: Any, method: str, tied: bool, tmp_path: Path) -> None:
+def test_every_method_trains_and_logs_each_update(trainer_in, method, tied, tmp_path):
     k = 1 if method == "in_batch" else 3
     trainer = trainer_in(tmp_path, pairs(24, negatives=1), tied, method=method, gradient_accumulation_steps=k)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -98,9 +95,7 @@ def test_every_method_trains_and_logs_each_update(trainer_in: Any, method: str, 
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
-def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero(
-    trainer_in: Any, method: str, tmp_path: Path
-) -> None:
+def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero(trainer_in, method, tmp_path):
     trainer = trainer_in(tmp_path, method=method, center_gradients="both", similarity="dot", max_steps=2)
     of_queries: list[Tensor] = []
     encode = trainer.model.forward
@@ -119,7 +114,7 @@ def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero
     assert torch.stack(of_queries[:steps]).sum(0).abs().max() < 1e-6 < of_queries[0].abs().max()
 
 
-def test_logged_loss_is_that_of_local_rows(trainer_in: Any, tmp_path: Path) -> None:
+def test_logged_loss_is_that_of_local_rows(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path)
     local: list[float] = []
     step = trainer.training_step
@@ -136,16 +131,14 @@ def test_logged_loss_is_that_of_local_rows(trainer_in: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("setting", ["bf16", "gradient_checkpointing"])
-def test_trains_in_bf16_and_with_gradient_checkpointing(trainer_in: Any, setting: str, tmp_path: Path) -> None:
+def test_trains_in_bf16_and_with_gradient_checkpointing(trainer_in, setting, tmp_path):
     trainer = trainer_in(tmp_path, 24, False, **{setting: True})
     trainer.train()
     assert all(math.isfinite(line["loss"]) and line["grad_norm_query"] > 0 for line in log_of(tmp_path))
     assert next(iter(trainer.bank_losses())).info_nce.bank.passages.dtype == torch.float32
 
 
-def test_prompts_and_lengths_of_the_model_are_used_in_training(
-    trainer_in: Any, tiny_model: Any, tmp_path: Path
-) -> None:
+def test_prompts_and_lengths_of_the_model_are_used_in_training(trainer_in, tiny_model, tmp_path):
     lengths = {"query_max_length": 6, "passage_max_length": 20}
     model = tiny_model(query_prompt="what is ", passage_prompt="the ", **lengths)
     batch = next(iter(trainer_in(tmp_path, 8, model=model).get_train_dataloader()))
@@ -155,7 +148,7 @@ def test_prompts_and_lengths_of_the_model_are_used_in_training(
 
 
 @pytest.mark.parametrize("rows", [4, "auto"])
-def test_a_score_column_of_a_plain_data_set_is_distilled(trainer_in: Any, tmp_path: Path, rows: Any) -> None:
+def test_a_score_column_of_a_plain_data_set_is_distilled(trainer_in, tmp_path, rows):
     data = pairs(12, negatives=1).add_column("scores", [[2.0, float(i)] for i in range(12)])
     given = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
     trainer_in(tmp_path, data, distill="margin_mse", max_steps=1, **given).train()
@@ -165,7 +158,7 @@ def test_a_score_column_of_a_plain_data_set_is_distilled(trainer_in: Any, tmp_pa
         trainer_in(tmp_path, pairs(12), distill="kl")
 
 
-def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> None:
+def test_data_that_cannot_train_is_refused(trainer_in, tmp_path):
     with pytest.raises(ConfigError, match="has only the column 'query': it needs a query and a positive"):
         trainer_in(tmp_path, Dataset.from_dict({"query": ["a"]}))
     alone = {"method": "grad_accum", "per_device_train_batch_size": 1}
@@ -174,7 +167,7 @@ def test_data_that_cannot_train_is_refused(trainer_in: Any, tmp_path: Path) -> N
     trainer_in(tmp_path, pairs(12, 1), **alone)
 
 
-def test_parameters_that_no_embedding_depends_on_are_frozen(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
+def test_parameters_that_no_embedding_depends_on_are_frozen(trainer_in, tiny_model, tmp_path):
     for tied in (True, False):
         model = tiny_model(tied).train()
         trainer_in(tmp_path, model=model)
@@ -182,7 +175,7 @@ def test_parameters_that_no_embedding_depends_on_are_frozen(trainer_in: Any, tin
         assert len(frozen) == (2 if tied else 4) and all("pooler" in name for name in frozen) and model.training
 
 
-def test_collapse_is_warned_of_once_within_three_updates(caplog: pytest.LogCaptureFixture) -> None:
+def test_collapse_is_warned_of_once_within_three_updates(caplog):
     from contaccum.training.log import CollapseWatch
 
     watch = CollapseWatch()
@@ -193,9 +186,7 @@ def test_collapse_is_warned_of_once_within_three_updates(caplog: pytest.LogCaptu
     assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0]
 
 
-def test_model_cards_and_records_hold_no_credentials(
-    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_cards_and_records_hold_no_credentials(trainer_in, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "hush-hush-12345")
     trainer = trainer_in(tmp_path, 12, run_name="hush-hush-12345", **SAVES)
     trainer.train()
@@ -205,7 +196,7 @@ def test_model_cards_and_records_hold_no_credentials(
     assert [path.name for path in texts if "hush-hush-12345" in path.read_text()] == []
 
 
-def test_trackers_get_every_number(trainer_in: Any, tmp_path: Path) -> None:
+def test_trackers_get_every_number(trainer_in, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -220,7 +211,7 @@ def test_trackers_get_every_number(trainer_in: Any, tmp_path: Path) -> None:
     assert [x.value for x in events.Scalars("train/bank_mass")] == pytest.approx([line["bank_mass"] for line in log])
 
 
-def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
+def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in, tiny_model, tmp_path):
     from sentence_transformers.losses import MatryoshkaLoss
 
     from contaccum import ContAccumLoss
@@ -238,7 +229,7 @@ def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in: Any, tiny_model: A
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_compiled_model_trains_as_one_that_is_not(trainer_in: Any, tmp_path: Path, tied: bool) -> None:
+def test_a_compiled_model_trains_as_one_that_is_not(trainer_in, tmp_path, tied):
     runs = []
     for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         folder = tmp_path / str(len(runs))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,8 +45,8 @@ ALWAYS = set(range(999))
 
 @pytest.mark.parametrize("place", ["queries", "passages", "backward"])
 def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(
-    trainer_in: Any, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    trainer_in, place, tmp_path, caplog
+):
     """Losses without a bank: the gradient is then that of the smaller micro-batches, wherever memory ran out."""
     settings = {"data": pairs(36, 1), "method": "grad_accum"}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
@@ -69,9 +68,7 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
         assert ours["grad_norm_query"] == pytest.approx(theirs["grad_norm_query"], rel=1e-4)
 
 
-def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(
-    trainer_in: Any, tmp_path: Path
-) -> None:
+def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path / "a", dropout=0.1, **SAVES)
     runs_out(trainer, "passages", {5}, fits=2)  # the second micro-batch of the second update, before its loss
     trainer.train()
@@ -83,7 +80,7 @@ def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_si
     assert differing(state_of(trainer), state_of(resumed)) == []
 
 
-def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(trainer_in: Any, tmp_path: Path) -> None:
+def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(trainer_in, tmp_path):
     weights = []
     for name, visits in (("fits", set()), ("runs_out", {1})):
         trainer = trainer_in(tmp_path / name, method="grad_cache")
@@ -94,7 +91,7 @@ def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(trainer_in: Any, 
     assert (weights[0] - weights[1]).abs().max() < 1e-6
 
 
-def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(trainer_in: Any, tmp_path: Path) -> None:
+def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path / "a")
     runs_out(trainer, "queries", ALWAYS, fits=0)
     with pytest.raises(UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"):
@@ -109,9 +106,7 @@ AUTO = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 1,
 
 
 @pytest.mark.parametrize("place", ["passages", "backward"])
-def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(
-    trainer_in: Any, place: str, tmp_path: Path
-) -> None:
+def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(trainer_in, place, tmp_path):
     given = trainer_in(tmp_path / "given", dropout=0.1)
     given.train()
     found = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
@@ -126,7 +121,7 @@ def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(
     assert differing(state_of(given), state_of(resumed)) == []
 
 
-def test_grad_cache_finds_what_it_encodes_at_once(trainer_in: Any, tmp_path: Path) -> None:
+def test_grad_cache_finds_what_it_encodes_at_once(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path, method="grad_cache", **AUTO)
     runs_out(trainer, "passages", ALWAYS, fits=5)
     trainer.train()
@@ -134,9 +129,7 @@ def test_grad_cache_finds_what_it_encodes_at_once(trainer_in: Any, tmp_path: Pat
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
 
 
-def test_a_host_is_never_asked_for_more_than_it_has(
-    trainer_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_is_never_asked_for_more_than_it_has(trainer_in, tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, **AUTO)
     trainer.args.gradient_accumulation_steps = 12
     sizes: list[int] = []
@@ -195,9 +188,7 @@ def spoil_gradient(trainer: Any, factor: float) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("method", ["contaccum", "grad_accum"])
 @pytest.mark.parametrize("factor", [math.nan, math.inf], ids=["nan", "inf"])
-def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
-    trainer_in: Any, method: str, factor: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(trainer_in, method, factor, tmp_path, caplog):
     trainer = trainer_in(tmp_path, method=method)
     blamed: list[str] = []
     before: list[torch.Tensor] = []
@@ -224,7 +215,7 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
         assert torch.isfinite(trainer.loss.info_nce.bank.passages).all()
 
 
-def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path)
     before: list[torch.Tensor] = []
     at_micro_step(trainer, 4, lambda _: before.append(weights(trainer)))
@@ -238,7 +229,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tra
     assert trainer.loss.info_nce.bank.pairs == 36  # its embeddings were fine
 
 
-def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(trainer_in: Any, tmp_path: Path) -> None:
+def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path, max_skipped_updates=1)
     before: list[torch.Tensor] = []
     at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
@@ -266,9 +257,7 @@ class Scaled:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-2])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(
-    trainer_in: Any, max_grad_norm: float, tied: bool, tmp_path: Path
-) -> None:
+def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(trainer_in, max_grad_norm, tied, tmp_path):
     plain = trainer_in(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
     plain.train()
     trainer = trainer_in(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
@@ -281,7 +270,7 @@ def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(trainer_in: Any, tmp_path: Path) -> None:
+def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(trainer_in, tmp_path):
     trainer = trainer_in(tmp_path, max_skipped_updates=0)
     scaled = Scaled(trainer, 2.0**10)
     before: list[torch.Tensor] = []
