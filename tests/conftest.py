@@ -1,13 +1,15 @@
-"""Tiny models built from a config, so that no test needs a download."""
+"""Tiny models and a cache that all tests may use, and a seed for each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from sample_texts import WORDS
-from transformers import BertConfig, BertTokenizerFast
+from small_data import write_training_and_beir_data
+from tiny_models import bert_config, word_tokenizer
+from transformers import AutoModel, BertConfig, BertTokenizerFast, set_seed
 
 
 @pytest.fixture(autouse=True)
@@ -25,23 +27,24 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> BertTokenizerFast:
-    """A word-piece tokenizer over WORDS and single letters."""
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)] + list("0123456789?.,:")
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), *WORDS]
-    return BertTokenizerFast(vocab={t: i for i, t in enumerate(dict.fromkeys(tokens))}, model_max_length=64)
+    return word_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def tiny_config(tiny_tokenizer: BertTokenizerFast) -> BertConfig:
+def tiny_config() -> BertConfig:
     """A BERT of two layers and 32 dimensions, dropout on."""
-    return BertConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+    return bert_config(2, 32, 64)
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory) -> Path:
+    """A backbone with dropout, pairs to train on, a BEIR folder."""
+    root = tmp_path_factory.mktemp("places")
+    write_training_and_beir_data(root, 24)
+    set_seed(7)
+    AutoModel.from_config(bert_config(1, 16, 16, max_position_embeddings=512)).save_pretrained(root / "backbone")
+    word_tokenizer().save_pretrained(root / "backbone")
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ import torch
 import transformers
 import yaml
 from datasets import Dataset
-from sample_texts import WORDS, sentences, write_training_and_beir_data
+from sample_texts import WORDS, sentences
 from sentence_transformers import SentenceTransformer
+from small_data import write_training_and_beir_data
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoModel, PreTrainedTokenizerFast

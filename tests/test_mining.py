@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from mining_files import write_beir_data, write_lines, write_pairs
 from sample_texts import sentences
 from sentence_transformers import util
+from small_data import write_beir_to_mine, write_lines, write_pairs_to_mine
 from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
@@ -40,12 +40,12 @@ def model(tiny_model_path: str) -> DualEncoder:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
+    return write_pairs_to_mine(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
 @pytest.fixture(scope="module")
 def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_beir_data(tmp_path_factory.mktemp("beir") / "beir")
+    return write_beir_to_mine(tmp_path_factory.mktemp("beir") / "beir")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import gzip
 import json
 
 import pytest
-from mining_files import write_beir, write_lines
+from small_data import write_beir, write_lines
 
 from contaccum.errors import DataError
 from contaccum.mining import load_mining_data

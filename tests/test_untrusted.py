@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from sample_texts import write_training_and_beir_data
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.modules import Dense
+from small_data import write_training_and_beir_data
 from transformers import AutoModel, BertForSequenceClassification
 
 from contaccum import DualEncoder

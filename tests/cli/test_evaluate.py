@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from beir_folders import write_beir_folder
+from small_data import write_judged_places
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -28,7 +28,7 @@ def evaluate(tiny_model_path, tmp_path):
 
 @pytest.fixture
 def two(tmp_path):
-    return [str(write_beir_folder(tmp_path / name)) for name in ("one", "two")]
+    return [str(write_judged_places(tmp_path / name)) for name in ("one", "two")]
 
 
 def test_the_record_of_one_set_names_everything_it_depends_on(evaluate, two, tmp_path, tiny_model_path):
@@ -67,7 +67,7 @@ def test_of_several_sets_what_is_done_is_kept_and_what_differs_is_done_again(eva
 def test_cqadupstack_by_name_is_one_row_the_mean_of_its_parts(evaluate, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     for name in (*(f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS), "scifact"):
-        write_beir_folder(tmp_path / "cache" / "beir" / name)
+        write_judged_places(tmp_path / "cache" / "beir" / name)
     assert evaluate("--data", "cqadupstack", "scifact", "--metrics", "NDCG@10", "recall@20") == 0
     summary = json.loads((tmp_path / "out.json").read_text())
     scifact, cqa = summary["sets"]

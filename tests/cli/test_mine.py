@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mining_files import write_beir_data, write_pairs
+from small_data import write_beir_to_mine, write_pairs_to_mine
 
 from contaccum.cli import main
 from contaccum.data import load_training_data
@@ -15,7 +15,7 @@ from contaccum.files import package_versions
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    return write_pairs(tmp_path / "pairs.jsonl")
+    return write_pairs_to_mine(tmp_path / "pairs.jsonl")
 
 
 def mine(*arguments: object) -> int:
@@ -42,7 +42,7 @@ def test_bm25_mines_without_a_model(tmp_path):
     pytest.importorskip("bm25s")
     output = tmp_path / "hard.jsonl"
     arguments = ["--method", "bm25", "--num_negatives", 2, "--output_format", "tevatron"]
-    assert mine("--data", write_beir_data(tmp_path / "beir"), "--output", output, *arguments) == 0
+    assert mine("--data", write_beir_to_mine(tmp_path / "beir"), "--output", output, *arguments) == 0
     record = json.loads(Path(f"{output}.report.json").read_text())
     assert record["settings"]["method"] == "bm25" and record["model"]["fingerprint"] is None
     assert len(output.read_text().splitlines()) == 10

@@ -12,24 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from sample_texts import sentences, write_training_and_beir_data
-from transformers import AutoModel, BertConfig
+from sample_texts import sentences
 
 from contaccum.cli import main
 from contaccum.training.log import read_log
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture(scope="module")
-def places(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone, pairs to train on, a BEIR folder."""
-    root = tmp_path_factory.mktemp("train")
-    write_training_and_beir_data(root, 24)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    AutoModel.from_config(BertConfig(vocab_size=len(tiny_tokenizer), **sizes)).save_pretrained(root / "backbone")
-    tiny_tokenizer.save_pretrained(root / "backbone")
-    return root
 
 
 def train(places: Path, output: Path, *files: str, **keys: Any) -> int:

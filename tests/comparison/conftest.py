@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sample_texts import write_training_and_beir_data
+from small_data import write_training_and_beir_data
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from beir_folders import write_beir_folder
+from small_data import write_judged_places
 
 from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
@@ -24,7 +24,7 @@ def test_beir_is_all_public_sets_and_names_of_parts_are_spelled_out(tmp_path):
     assert {one.label for one in sets} == {*PUBLIC_NAMES, *parts} - {"cqadupstack"} and len(sets) == 26
     assert sets[-1] == ("scifact", "scifact", Path("out.scifact.json")) and evaluation_sets(["x"], OUT)[0].output == OUT
     for part in parts:
-        write_beir_folder(tmp_path / part)
+        write_judged_places(tmp_path / part)
     sets = evaluation_sets([str(tmp_path / "cqadupstack")], OUT)
     assert [one.label for one in sets] == parts
     assert (sets[0].given, sets[0].output) == (str(tmp_path / parts[0]), Path("out.cqadupstack-android.json"))
@@ -34,7 +34,7 @@ def test_beir_is_all_public_sets_and_names_of_parts_are_spelled_out(tmp_path):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    return load_beir_folder(write_beir_folder(tmp_path_factory.mktemp("beir") / "places"))
+    return load_beir_folder(write_judged_places(tmp_path_factory.mktemp("beir") / "places"))
 
 
 @pytest.fixture

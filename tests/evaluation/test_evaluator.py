@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beir_folders import write_beir_folder
+from small_data import write_judged_places
 
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset, RecordReport, load_beir_folder
@@ -40,7 +40,7 @@ def test_a_sample_is_fixed_and_keeps_every_relevant_document(whole):
 
 
 def test_the_evaluator_gives_the_figures_of_evaluate(tiny_model_path, tmp_path):
-    data = load_beir_folder(write_beir_folder(tmp_path / "places"))
+    data = load_beir_folder(write_judged_places(tmp_path / "places"))
     model: Any = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     model.train()
     evaluator = RetrievalEvaluator(data, ["eval_NDCG@10", "mrr@3", "ndcg@10"], about={"of_documents": 99})

@@ -7,39 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import tiny_encoder
 from tiny_runs import RUN, SAVES, log_of, pairs, state_of
-from transformers import BertConfig, set_seed
 
-from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 from contaccum.training.arguments import BANK_METHODS
 
 Maker = Callable[..., ContAccumTrainer]
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_tokenizer: Any) -> Callable[..., DualEncoder]:
-    """Makes a fresh encoder of one layer: always the same weights."""
-
-    def make(tied: bool = True, dropout: float = 0.0, **given: Any) -> DualEncoder:
-        set_seed(7)
-        config = BertConfig(
-            vocab_size=len(tiny_tokenizer),
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=64,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        given = {"pooling": "mean", "normalize": True, **given}
-        return DualEncoder.from_backbone(config, tied=tied, tokenizer=tiny_tokenizer, device="cpu", **given)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def trainer_in(tiny_model: Callable[..., DualEncoder]) -> Maker:
+def trainer_in() -> Maker:
     """Makes a trainer: micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
 
     def make(
@@ -50,7 +28,7 @@ def trainer_in(tiny_model: Callable[..., DualEncoder]) -> Maker:
         model: Any = None,
         **settings: Any,
     ) -> ContAccumTrainer:
-        model = tiny_model(tied, dropout) if model is None else model
+        model = tiny_encoder(tied, dropout) if model is None else model
         trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record")
         given = {name: settings.pop(name) for name in trainer_names if name in settings}
         settings = {

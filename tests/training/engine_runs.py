@@ -17,7 +17,8 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_deepspeed_available
 from datasets import disable_progress_bars
-from forked_runs import COMMON, ROOT, arguments, build, on_ranks
+from forked_runs import COMMON, ROOT, arguments, on_ranks
+from tiny_models import tiny_encoder
 from tiny_runs import pairs
 from transformers.utils import logging as transformers_logging
 
@@ -89,7 +90,7 @@ def train(engine: str, case: str, model: Any) -> None:
 
 def main() -> None:
     contaccum.losses.PAIRS_PER_PROBE = 8
-    models = {case: build(case != "untied", normalize=False) for case in CASES}
+    models = {case: tiny_encoder(case != "untied", normalize=False) for case in CASES}
     for p in models["resumed"].parameters():
         p.data.zero_()  # its checkpoint has others
 

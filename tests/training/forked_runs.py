@@ -24,35 +24,16 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import disable_progress_bars
-from sample_texts import WORDS
+from tiny_models import tiny_encoder
 from tiny_runs import log_of, pairs, state_of
-from transformers import BertConfig, BertTokenizerFast, set_seed
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
-from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 from contaccum.training.arguments import BANK_METHODS
 
 UPDATES = 12
 ROOT = Path(sys.argv[2])
-
-
-def build(tied: bool = True, normalize: bool = True) -> DualEncoder:
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), *WORDS]
-    tokenizer = BertTokenizerFast(vocab={t: i for i, t in enumerate(dict.fromkeys(tokens))}, model_max_length=64)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    set_seed(7)
-    return DualEncoder.from_backbone(config, tied=tied, pooling="mean", normalize=normalize, tokenizer=tokenizer)
 
 
 def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
@@ -79,7 +60,7 @@ def trainer_in(
 ) -> ContAccumTrainer:
     args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
     dataset = pairs(rows, negatives)
-    return ContAccumTrainer(model or build(), args, dataset.to_iterable_dataset() if stream else dataset)
+    return ContAccumTrainer(model or tiny_encoder(), args, dataset.to_iterable_dataset() if stream else dataset)
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
@@ -185,7 +166,7 @@ def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     if not keeps_bank:
         del given["bank_size"]
         given["gather_across_devices"] = ranks > 1
-    return build(given.pop("tied", True)).double(), given
+    return tiny_encoder(given.pop("tied", True)).double(), given
 
 
 def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
@@ -207,7 +188,7 @@ def ranks() -> dict[str, Any]:
     """Every case on one rank, on two, and some on four; runs stopped by a signal to one rank, and resumed elsewhere."""
     contaccum.losses.PAIRS_PER_PROBE = 20
     codes: dict[str, list[int]] = {}
-    fsdp_models = {name: build(normalize=False).double() for name in ("fsdp", "fsdp-resumed")}
+    fsdp_models = {name: tiny_encoder(normalize=False).double() for name in ("fsdp", "fsdp-resumed")}
     models = {name: {r: as_one(name, r) for r in (1, 2, 4)} for name in CASES}
 
     def sharded(number: int, count: int = 2) -> None:
@@ -242,7 +223,7 @@ def ranks() -> dict[str, Any]:
     codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4))
 
     sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
-    model = build()
+    model = tiny_encoder()
 
     def several(folder: Path, number: int, stop_in: int | None = None, **more: Any) -> None:
         trainer = trainer_in(folder, model, ddp_backend="gloo", **{**sizes, "gather_across_devices": True, **more})

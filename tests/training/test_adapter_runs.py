@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_texts import sentences, write_training_and_beir_data
+from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from tiny_runs import RUN, SAVES, differing, log_of, state_of
-from transformers import AutoModel, BertConfig, set_seed
+from transformers import AutoModel, set_seed
 
 from contaccum import DualEncoder
 from contaccum.adapters import add_adapter, backbones, has_adapter
@@ -21,18 +21,6 @@ from contaccum.errors import UserError
 
 TEXTS = sentences(4)
 DATA = {name: value for name, value in RUN.items() if name != "dropout"}
-
-
-@pytest.fixture(scope="module")
-def places(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone with dropout, pairs to train on, a BEIR folder."""
-    root = tmp_path_factory.mktemp("adapters")
-    write_training_and_beir_data(root, 24)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    set_seed(7)
-    AutoModel.from_config(BertConfig(vocab_size=len(tiny_tokenizer), **sizes)).save_pretrained(root / "backbone")
-    tiny_tokenizer.save_pretrained(root / "backbone")
-    return root
 
 
 def model_of(places: Path, tied: bool, dtype: Any = "float32") -> DualEncoder:

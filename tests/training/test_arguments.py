@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from tiny_models import tiny_encoder
 
 from contaccum import BankedInfoNCE, ContAccumLoss, ContAccumTrainingArguments
 from contaccum.errors import ConfigError
@@ -91,7 +92,7 @@ def test_accumulation_steps_follow_from_pairs_per_update(tmp_path):
     assert ContAccumTrainingArguments(output_dir=str(tmp_path), **sizes).gradient_accumulation_steps == 32
 
 
-def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_model, tmp_path):
+def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_path):
     told_by_the_trainer = {"pairs_per_update"}
     of_a_bank = set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
     assert set(LOSS_SETTINGS) == {*of_a_bank, "distill", "distill_weight", "distill_temperature"}
@@ -100,7 +101,7 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tiny_
     given |= {"center_gradients": "queries", "bank_weight": 128.0}
     distill = {"distill": "kl", "distill_weight": 0.5, "distill_temperature": 2.0}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill)
-    loss = make_loss(tiny_model(), args)
+    loss = make_loss(tiny_encoder(), args)
     assert isinstance(loss, ContAccumLoss)
     expected = {**given, "similarity": "dot", "temperature": 0.5, "gather_across_devices": False}
     expected |= dict.fromkeys(told_by_the_trainer)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from sample_texts import sentences
+from tiny_models import tiny_encoder
 from tiny_runs import SAVES, differing, log_of, pairs, state_of
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
@@ -137,9 +138,9 @@ def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in: Any, tmp_path: Pa
     assert record["rows"] == sum(SIZES.values()) and record["sets"] == {"small": "p"} and record["fingerprint"]
 
 
-def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
+def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tmp_path: Path) -> None:
     prompts = {name: {"query": "cat " if name == "large" else "dog "} for name in SIZES}
-    model = tiny_model(query_prompt="bird ")
+    model = tiny_encoder(query_prompt="bird ")
     trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, model=model, prompts=prompts)
     seen = texts_of(trainer)
     trainer.train()
@@ -148,10 +149,10 @@ def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tiny_
     assert all(len({row.split(" ")[0] for row in batch}) == 1 for batch in seen)
 
 
-def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, tiny_model: Any, tmp_path: Path) -> None:
+def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, tmp_path: Path) -> None:
     one = pairs(9)
     parts = DatasetDict({"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})})
-    model = tiny_model(tied=False, query_prompt="q: ", passage_prompt="p: ")
+    model = tiny_encoder(tied=False, query_prompt="q: ", passage_prompt="p: ")
     trainer = trainer_in(tmp_path, parts, model=model, max_steps=2)
     assert trainer.args.prompts == {
         "one": {"query": "q: ", "positive": "p: "},

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from tiny_models import tiny_encoder
 from tiny_runs import RUN, SAVES, differing, log_of, pairs, state_of
 from torch import Tensor
 
@@ -138,9 +139,9 @@ def test_trains_in_bf16_and_with_gradient_checkpointing(trainer_in, setting, tmp
     assert next(iter(trainer.bank_losses())).info_nce.bank.passages.dtype == torch.float32
 
 
-def test_prompts_and_lengths_of_the_model_are_used_in_training(trainer_in, tiny_model, tmp_path):
+def test_prompts_and_lengths_of_the_model_are_used_in_training(trainer_in, tmp_path):
     lengths = {"query_max_length": 6, "passage_max_length": 20}
-    model = tiny_model(query_prompt="what is ", passage_prompt="the ", **lengths)
+    model = tiny_encoder(query_prompt="what is ", passage_prompt="the ", **lengths)
     batch = next(iter(trainer_in(tmp_path, 8, model=model).get_train_dataloader()))
     assert model.tokenizer.decode(batch["query_input_ids"][0]).startswith("[CLS] what is ")
     assert model.tokenizer.decode(batch["positive_input_ids"][0]).startswith("[CLS] the ")
@@ -167,9 +168,9 @@ def test_data_that_cannot_train_is_refused(trainer_in, tmp_path):
     trainer_in(tmp_path, pairs(12, 1), **alone)
 
 
-def test_parameters_that_no_embedding_depends_on_are_frozen(trainer_in, tiny_model, tmp_path):
+def test_parameters_that_no_embedding_depends_on_are_frozen(trainer_in, tmp_path):
     for tied in (True, False):
-        model = tiny_model(tied).train()
+        model = tiny_encoder(tied).train()
         trainer_in(tmp_path, model=model)
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         assert len(frozen) == (2 if tied else 4) and all("pooler" in name for name in frozen) and model.training
@@ -211,17 +212,17 @@ def test_trackers_get_every_number(trainer_in, tmp_path):
     assert [x.value for x in events.Scalars("train/bank_mass")] == pytest.approx([line["bank_mass"] for line in log])
 
 
-def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in, tiny_model, tmp_path):
+def test_wrapped_losses_keep_a_bank_for_each_size(trainer_in, tmp_path):
     from sentence_transformers.losses import MatryoshkaLoss
 
     from contaccum import ContAccumLoss
 
-    model = tiny_model()
+    model = tiny_encoder()
     loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=20), [16, 8])
     trainer = trainer_in(tmp_path, model=model, loss=loss, **SAVES)
     trainer.train()
     assert {int(size) for size in next(iter(trainer.bank_losses())).info_nces} == {8, 16}
-    model = tiny_model()
+    model = tiny_encoder()
     loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=20), [16, 8])
     resumed = trainer_in(tmp_path / "b", model=model, loss=loss)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -1,0 +1,61 @@
+"""Small data to train, mine and evaluate on, written to files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sample_texts import sentences
+
+ANIMALS, PLACES = ("cat", "dog", "bird", "fish"), ("tree", "river", "stone", "house", "road", "city")
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    """A file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_beir(folder: Path, documents: dict, queries: dict, qrels: list[tuple], split: str = "train") -> Path:
+    """A BEIR folder of documents as (title, text) by id, queries by id, and judgements as (query, document, grade)."""
+    write_lines(folder / "corpus.jsonl", [{"_id": i, "title": t, "text": x} for i, (t, x) in documents.items()])
+    write_lines(folder / "queries.jsonl", [{"_id": i, "text": text} for i, text in queries.items()])
+    (folder / "qrels").mkdir()
+    rows = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in qrels)]
+    (folder / "qrels" / f"{split}.tsv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def write_judged_places(folder: Path) -> Path:
+    """24 documents, 6 judged queries of three relevant documents each, one query unjudged."""
+    documents = {f"{a}-{p}": (f"the {a}", f"one {a} sits on the {p}") for a in ANIMALS for p in PLACES}
+    queries = {f"q{number}": f"where is the {place}" for number, place in enumerate(PLACES)} | {"unjudged": "who"}
+    grades = zip(ANIMALS, (2, 1, 0, 1), strict=True)
+    qrels = [(f"q{n}", f"{a}-{p}", grade) for a, grade in grades for n, p in enumerate(PLACES)]
+    return write_beir(folder, documents, queries, qrels, "test")
+
+
+def write_training_and_beir_data(root: Path, pairs: int) -> None:
+    """``pairs.jsonl`` to train on, and the folder ``beir``: 8 documents, 4 queries with one positive each."""
+    rows = zip(sentences(pairs, 1), sentences(pairs, 2, 9), strict=True)
+    write_lines(root / "pairs.jsonl", [{"query": q, "positive": p} for q, p in rows])
+    documents = {f"corpus{i}": ("", text) for i, text in enumerate(sentences(8, 3))}
+    queries = {f"queries{i}": text for i, text in enumerate(sentences(4, 4))}
+    write_beir(root / "beir", documents, queries, [(f"queries{i}", f"corpus{i}", 1) for i in range(4)], "test")
+
+
+def write_pairs_to_mine(path: Path) -> Path:
+    """40 pairs of 36 queries: the last four repeat the first four with another positive."""
+    queries = sentences(36, 1)
+    rows = zip([*queries, *queries[:4]], sentences(40, 2, 9), strict=True)
+    return write_lines(path, [{"query": q, "positive": p} for q, p in rows])
+
+
+def write_beir_to_mine(folder: Path) -> Path:
+    """30 documents with titles, 10 queries with 1 or 2 positives each and one judged 0."""
+    texts = zip(sentences(30, 3, 2), sentences(30, 4, 9), strict=True)
+    queries = {f"q{i}": text for i, text in enumerate(sentences(10, 5))}
+    qrels = [(f"q{i}", f"d{(3 * i + j) % 30}", (1, 0, 2)[j]) for i in range(10) for j in range(3 - i % 2)]
+    return write_beir(folder, {f"d{i}": text for i, text in enumerate(texts)}, queries, qrels)
