@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,23 @@ def places(tmp_path_factory) -> Path:
     AutoModel.from_config(bert_config(1, 16, 16, max_position_embeddings=512)).save_pretrained(root / "backbone")
     word_tokenizer().save_pretrained(root / "backbone")
     return root
+
+
+@pytest.fixture(scope="session")
+def train(places) -> Callable[..., int]:
+    """Calls `contaccum train` for one epoch of three updates, with more files and keys; returns its exit code."""
+    from contaccum.cli import main
+
+    def run(output: Path, *files: str, **keys: Any) -> int:
+        given = {"model": places / "backbone", "train_data": places / "pairs.jsonl", "output_dir": output}
+        given |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bank_size": 8}
+        given |= {"num_train_epochs": 1, "learning_rate": 0.01, "save_strategy": "no"}
+        given |= {"use_cpu": "true", "disable_tqdm": "true", **keys}
+        words = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+        options = [(f"--{key}", *map(str, value)) for key, value in words.items() if value != [None]]
+        return main(["train", *files, *(word for option in options for word in option)])
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ ANIMALS, PLACES = ("cat", "dog", "bird", "fish"), ("tree", "river", "stone", "ho
 def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
     """A file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
 
 

@@ -229,17 +229,6 @@ def test_what_is_written_is_read_back_as_training_data(mined, tmp_path, output_f
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
 
 
-def test_scores_are_written_beside_their_passages(mined, tmp_path):
-    found = mined["beir"]
-    ntuples = lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])
-    pairs = lines_of(write_mined(found, tmp_path / "p.jsonl")[0])
-    expected = [(query, at) for query, count in enumerate(found.data.pair_counts) for at in range(count)]
-    for line, ntuple, (query, at) in zip(pairs, ntuples, expected, strict=True):
-        assert line["positive_score"] == found.positive_scores[query][at]
-        assert line["negative_scores"] == found.scores[query].tolist()
-        assert ntuple["scores"] == [line["positive_score"], *line["negative_scores"]]
-
-
 @pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
 def test_the_scores_of_a_cross_encoder_come_back_as_the_teachers(model, cross_encoder, pairs, tmp_path, output_format):
     rules = {"num_negatives": 2, "cross_encoder_margin": -100.0, "range_max": 8}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from sample_texts import sentences
+from small_data import write_lines
 from transformers import AutoModel
 
 from contaccum.data import load_beir_folder, load_training_data
@@ -37,10 +38,9 @@ def test_every_script_shows_its_options(run_script: Any, script: str, capsys: An
 
 
 def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path: Path, capsys: Any) -> None:
-    source = tmp_path / "pairs.jsonl"
     queries, passages = sentences(60, 1), sentences(30, 2, 9)
     pairs = [{"query": query, "positive": passages[i % 30]} for i, query in enumerate(queries)]
-    source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    source = write_lines(tmp_path / "pairs.jsonl", pairs)
     run_script("eval/split_pairs.py", source, tmp_path / "out", "--dev", "0.2", "--test", "0.2")
     trained = load_training_data(tmp_path / "out" / "train.jsonl").dataset["positive"]
     held_out = [

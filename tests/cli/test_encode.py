@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample_texts import sentences
+from small_data import write_beir
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -34,15 +33,9 @@ def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPat
     settings = {"tied": False, "query_prompt": "who: ", "passage_prompt": "text: ", "device": "cpu"}
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, passage_max_length=24, **settings)
     model.save_pretrained(str(root / "model"))
-    records = [{"_id": p.id, "title": p.title, "text": p.text} for p in PASSAGES]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (root / "corpus.jsonl").write_text(lines)
-    (root / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (root / "beir").mkdir()
-    (root / "beir" / "corpus.jsonl").write_text(lines)
+    documents = {p.id: (p.title, p.text) for p in PASSAGES}
     queries = sentences(7, 2)
-    lines = "".join(json.dumps({"_id": f"q{n}", "text": text}) + "\n" for n, text in enumerate(queries))
-    (root / "beir" / "queries.jsonl").write_text(lines)
+    write_beir(root / "beir", documents, {f"q{n}": text for n, text in enumerate(queries)}, [])
     rows = "".join(f"{p.id}\t{p.text}\t{p.title}\n" for p in PASSAGES)
     (root / "psgs_w100.tsv").write_text("id\ttext\ttitle\n" + rows)
     (root / "collection.tsv").write_text("".join(f"{p.id}\t{p.passage}\n" for p in PASSAGES))
@@ -55,7 +48,7 @@ def model(root: Path) -> DualEncoder:
     return DualEncoder.from_pretrained(str(root / "model"), device="cpu")
 
 
-def encode(root: Path, output: Path, *options: object, corpus: str = "corpus.jsonl", expect: int = 0) -> None:
+def encode(root: Path, output: Path, *options: object, corpus: str = "beir/corpus.jsonl", expect: int = 0) -> None:
     words = ["encode", root / "model", "--corpus", root / corpus, "--output", output, "--no_progress"]
     words += ["--device", "cpu", "--shard_size", 16, *options]
     assert main([str(word) for word in words]) == expect
@@ -72,7 +65,7 @@ def whole(root: Path) -> Path:
     return root / "whole"
 
 
-@pytest.mark.parametrize("corpus", ["corpus.jsonl", "corpus.jsonl.gz", "psgs_w100.tsv", "collection.tsv", "beir"])
+@pytest.mark.parametrize("corpus", ["beir/corpus.jsonl", "psgs_w100.tsv", "collection.tsv", "beir"])
 def test_embeddings_are_those_of_the_model_from_every_form(root, model, tmp_path, corpus):
     encode(root, tmp_path / "s", corpus=corpus)
     store = EmbeddingStore.open(tmp_path / "s")
@@ -132,7 +125,7 @@ def test_a_run_that_broke_off_goes_on_with_its_shard_and_ends_with_the_same_byte
 
 @pytest.mark.slow
 def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
-    words = ["encode", root / "model", "--corpus", root / "corpus.jsonl", "--output", tmp_path / "s"]
+    words = ["encode", root / "model", "--corpus", root / "beir" / "corpus.jsonl", "--output", tmp_path / "s"]
     words += ["--no_progress", "--shard_size", "16"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "contaccum.cli", *map(str, words)]
@@ -148,7 +141,7 @@ def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
 
 
 def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, monkeypatch):
-    lines = (root / "corpus.jsonl").read_text().splitlines()
+    lines = (root / "beir" / "corpus.jsonl").read_text().splitlines()
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
     for block in (7, 2**16):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sample_texts import sentences
+from small_data import write_beir
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -27,12 +28,9 @@ def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPat
         model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu")
         model.save_pretrained(str(root / name))
     texts = sentences(50, 1)
-    documents = [{"_id": f"d{7 * n % 60}", "text": text} for n, text in enumerate([*texts, *texts[:10]])]
-    queries = [{"_id": f"q{n}", "text": text} for n, text in enumerate(QUERIES)]
-    for name, records in (("corpus", documents), ("queries", queries)):
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (root / "qrels").mkdir()
-    (root / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq3\td0\t1\nq5\td0\t1\n")
+    documents = {f"d{7 * n % 60}": ("", text) for n, text in enumerate([*texts, *texts[:10]])}
+    queries = {f"q{n}": text for n, text in enumerate(QUERIES)}
+    write_beir(root, documents, queries, [("q3", "d0", 1), ("q5", "d0", 1)], "test")
     encode(root, "corpus.jsonl", root / "store", "--shard_size", "17")
     return root
 

@@ -8,64 +8,38 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from sample_texts import sentences
+from small_data import write_lines
 
-from contaccum.cli import main
 from contaccum.training.log import read_log
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def train(places: Path, output: Path, *files: str, **keys: Any) -> int:
-    given = {
-        "model": places / "backbone",
-        "train_data": places / "pairs.jsonl",
-        "output_dir": output,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "bank_size": 8,
-        "num_train_epochs": 1,
-        "pooling": "mean",
-        "use_cpu": "true",
-        "disable_tqdm": "true",
-        "save_strategy": "no",
-    } | keys
-    return main(["train", *files, *(f"--{key}={value}" for key, value in given.items() if value is not None)])
-
-
-def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, tmp_path, capsys):
+def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, train, tmp_path, capsys):
     output = tmp_path / "out"
-    assert train(places, output, tied="false", save_strategy="epoch") == 0
+    assert train(output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
     assert {"modules.json", "run.json", "train_log.jsonl"} <= {path.name for path in output.iterdir()}
     assert not list(output.rglob("training_args.bin"))
-    assert train(places, output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
+    assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [json.loads(x)["update"] for x in (output / "train_log.jsonl").read_text().splitlines()] == [*range(1, 7)]
     # What it trained, it trains again: now the folder is a SentenceTransformer.
-    assert train(places, tmp_path / "again", model=output, pooling=None) == 0
+    assert train(tmp_path / "again", model=output) == 0
 
 
-def test_a_model_folder_of_the_version_before_loads(places, tmp_path):
-    """Beside the model it left the arguments as JSON and its logs, and no marker of ours."""
-    output = tmp_path / "out"
-    assert train(places, output, max_steps=1) == 0
-    (output / "training_args.json").write_text('{"method": "contaccum", "shard_bank": false}')
-    assert train(places, tmp_path / "again", model=output, pooling=None, max_steps=1) == 0
-
-
-def test_it_evaluates_and_records_on_what(places, tmp_path, capsys):
+def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "steps", "eval_steps": 2}
     evaluated |= {"eval_corpus_size": 6, "early_stopping_patience": 5, "metric_for_best_model": "Recall@1"}
-    assert train(places, tmp_path / "run", save_strategy="best", **evaluated) == 0
+    assert train(tmp_path / "run", save_strategy="best", **evaluated) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "eval_log.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [2, 3] and 0 <= lines[0]["eval_recall@1"] <= 1
     record = json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]
     assert (record["documents"], record["of_documents"]) == (6, 8)
-    assert train(places, tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
+    assert train(tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
 
 
@@ -78,67 +52,59 @@ def test_it_evaluates_and_records_on_what(places, tmp_path, capsys):
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
         ({"resume_from_checkpoint": "last"}, "no checkpoint to resume from"),
         ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
+        ({"distill": "kl", "num_hard_negatives": 1, "model": "nowhere"}, "pairs.jsonl:1: no teacher scores: distill"),
     ],
 )
-def test_mistakes_give_one_line_and_exit_code_2(places, keys, message, tmp_path, capsys):
-    assert train(places, tmp_path / "o", **{k: str(v).format(places=places) for k, v in keys.items()}) == 2
+def test_mistakes_give_one_line_and_exit_code_2(places, train, keys, message, tmp_path, capsys):
+    assert train(tmp_path / "o", **{k: str(v).format(places=places) for k, v in keys.items()}) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
     assert len(lines) == 1 and message in lines[0]
 
 
-def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(places, tmp_path, capsys):
+def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(places, train, tmp_path, capsys):
     data = tmp_path / "pairs.jsonl"
     data.write_text((places / "pairs.jsonl").read_text() + '{"query": "no positive"}\n')
-    assert train(places, tmp_path / "out", train_data=data, model="nowhere/at/all") == 2
+    assert train(tmp_path / "out", train_data=data, model="nowhere/at/all") == 2
     error = capsys.readouterr().err
     assert "pairs.jsonl:25" in error and "--on_bad_record skip" in error
-    assert train(places, tmp_path / "out", train_data=data, on_bad_record="skip", max_steps=1) == 0
+    assert train(tmp_path / "out", train_data=data, on_bad_record="skip", max_steps=1) == 0
     assert "1 left out" in capsys.readouterr().out
 
 
-def test_the_example_of_several_sets_trains(places, tmp_path, monkeypatch, capsys):
+def test_the_example_of_several_sets_trains(places, train, tmp_path, monkeypatch, capsys):
     (section,) = re.findall(r"^## Several sets\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL)
     queries, passages = sentences(20, 1), sentences(60, 2, 9)
     rows = [{"query": q, "positive": passages[i]} for i, q in enumerate(queries)]
     mined = [{**row, "negatives": passages[20 + 2 * i : 22 + 2 * i]} for i, row in enumerate(rows)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mined))
+    write_lines(tmp_path / "pairs.jsonl", rows)
+    write_lines(tmp_path / "hard.jsonl", mined)
     lines = [f"{q},{passages[-1 - i]}\n" for i, q in enumerate(queries)]
     (tmp_path / "faq.csv").write_text("frage,antwort\n" + "".join(lines))
     (tmp_path / "example.yaml").write_text(re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0])
     monkeypatch.chdir(tmp_path)
-    assert train(places, tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, capsys.readouterr().err
+    assert train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, capsys.readouterr().err
     data = json.loads(Path("out/run.json").read_text())["data"]
     assert {name: one["rows"] for name, one in data["sets"].items()} == {"pairs": 20, "faq": 20, "mined": 20}
 
 
 @pytest.mark.parametrize("method", ["contaccum", "contaccum_cached", "grad_accum"])
-def test_it_distils_what_was_mined_with_a_teacher(places, tmp_path, capsys, method):
-    texts, data = [sentences(20, i) for i in range(4)], tmp_path / "scored.jsonl"
+def test_it_distils_what_was_mined_with_a_teacher(places, train, tmp_path, capsys, method):
+    texts = [sentences(20, i) for i in range(4)]
     rows = [{"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]} for q, p, *n in zip(*texts, strict=True)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"train_data": data, "num_hard_negatives": 2, "method": method, "max_steps": 2}
-    keys["bank_size"] = None if method == "grad_accum" else 8
-    assert train(places, tmp_path / "no", **keys) == 0
+    keys = {"train_data": write_lines(tmp_path / "scored.jsonl", rows), "num_hard_negatives": 2, "max_steps": 2}
+    keys |= {"method": method, "bank_size": None if method == "grad_accum" else 8}
+    assert train(tmp_path / "no", **keys) == 0
     assert "0 left out; its teacher scores are not used (set distill)" in capsys.readouterr().out
     for kind in ("margin_mse", "kl"):
-        assert train(places, tmp_path / kind, **keys, distill=kind) == 0, capsys.readouterr().err
+        assert train(tmp_path / kind, **keys, distill=kind) == 0, capsys.readouterr().err
         assert "not used" not in capsys.readouterr().out
     logs = [read_log(tmp_path / name / "train_log.jsonl") for name in ("no", "margin_mse", "kl")]
     assert [[line.get("distill_loss", 0) > 0 for line in log] for log in logs] == [[False] * 2, [True] * 2, [True] * 2]
     assert logs[0][0]["loss"] == pytest.approx(logs[1][0]["loss"]) and logs[0][1]["loss"] != logs[1][1]["loss"]
 
 
-def test_distilling_without_scores_is_one_line_before_a_model_is_loaded(places, tmp_path, capsys):
-    keys = {"distill": "kl", "num_hard_negatives": 1, "model": "nowhere/at/all"}
-    assert train(places, tmp_path / "out", **keys) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
-    assert len(lines) == 1 and "pairs.jsonl:1: no teacher scores: distill needs" in lines[0]
-    assert "contaccum mine --cross_encoder" in lines[0]
-
-
 @pytest.mark.slow
-def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, tmp_path):
+def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, train, tmp_path):
     """By the line of docs/scaling.md for one host."""
     (line,) = re.findall(
         r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", (DOCS / "scaling.md").read_text(), re.MULTILINE

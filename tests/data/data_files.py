@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from small_data import write_beir
+
 from contaccum.data import Record, RecordReport, read_records
 
 # Every format can hold these: one positive each, two hard negatives each.
@@ -93,11 +95,9 @@ def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
 
 
 def put_beir(folder: Path) -> Path:
-    corpus = [{"_id": f"d{i}", "title": t or "", "text": x} for i, (t, x) in enumerate(zip(TITLES, TEXTS, strict=True))]
-    put(folder / "corpus.jsonl", lines(corpus))
-    put(folder / "queries.jsonl", lines([{"_id": f"q{i}", "text": r.query} for i, r in enumerate(RECORDS)]))
-    put(folder / "qrels" / "train.tsv", "query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in range(3)))
-    return folder
+    documents = {f"d{i}": (title or "", text) for i, (title, text) in enumerate(zip(TITLES, TEXTS, strict=True))}
+    queries = {f"q{i}": record.query for i, record in enumerate(RECORDS)}
+    return write_beir(folder, documents, queries, [(f"q{i}", f"d{i}", 1) for i in range(3)])
 
 
 def put_msmarco(folder: Path) -> Path:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_data import write_lines
 
 HARM = '<script>document.title="taken"</script><img src="http://evil.invalid/x.png" onerror="alert(1)">'
 
@@ -19,12 +19,7 @@ class Made:
 
     def write(self, name: str, content: Any) -> Path:
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, list):  # of lines
-            path.write_text("".join(json.dumps(line) + "\n" for line in content))
-        else:
-            path.write_text(json.dumps(content))
-        return path
+        return write_lines(path, content if isinstance(content, list) else [content])
 
     def training_run(self, name: str, offset: float = 0.0, **arguments: Any) -> Path:
         """Twelve updates of a bank of 512, evaluated three times, best at the eighth."""

@@ -11,12 +11,7 @@ import torch
 from contaccum import DualEncoder
 from contaccum.encoders import set_max_lengths
 from contaccum.errors import ConfigError, UserError
-from contaccum.retrieval.encode import (
-    encode_texts,
-    metric_of,
-    model_fingerprint,
-    tokenisation_fingerprint,
-)
+from contaccum.retrieval.encode import encode_texts, metric_of, model_fingerprint, tokenisation_fingerprint
 
 TEXTS = ["red cat", "", "the dog sits under the old tree near the river " * 9, "cat", "moon?", "the bird flies"] + [
     "stone " * length for length in range(1, 60, 3)

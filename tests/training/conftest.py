@@ -21,12 +21,7 @@ def trainer_in() -> Maker:
     """Makes a trainer: micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
 
     def make(
-        folder: Path,
-        data: Any = 36,
-        tied: bool = True,
-        dropout: float = 0.0,
-        model: Any = None,
-        **settings: Any,
+        folder: Path, data: Any = 36, tied: bool = True, dropout: float = 0.0, model: Any = None, **settings: Any
     ) -> ContAccumTrainer:
         model = tiny_encoder(tied, dropout) if model is None else model
         trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record")

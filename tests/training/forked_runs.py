@@ -25,7 +25,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import disable_progress_bars
 from tiny_models import tiny_encoder
-from tiny_runs import log_of, pairs, state_of
+from tiny_runs import at_micro_step, log_of, pairs, state_of
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
@@ -227,16 +227,8 @@ def ranks() -> dict[str, Any]:
 
     def several(folder: Path, number: int, stop_in: int | None = None, **more: Any) -> None:
         trainer = trainer_in(folder, model, ddp_backend="gloo", **{**sizes, "gather_across_devices": True, **more})
-        step, done = trainer.micro_step, 0
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal done
-            done += 1
-            if done == stop_in and number == 1:
-                signal.raise_signal(signal.SIGTERM)
-            return step(*args, **kwargs)
-
-        trainer.micro_step = counted  # type: ignore[method-assign]
+        if number == 1 and stop_in is not None:
+            at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
         trainer.train(resume_from_checkpoint="auto")
         outcome(folder, trainer)
 

@@ -87,11 +87,6 @@ def test_pairs_per_update_are_the_same_for_every_method_and_survive_a_round_trip
         assert (one.total_train_batch_size, one.pairs_per_micro_batch) == (128, 8)
 
 
-def test_accumulation_steps_follow_from_pairs_per_update(tmp_path):
-    sizes = {"per_device_train_batch_size": 4, "total_train_batch_size": 128}
-    assert ContAccumTrainingArguments(output_dir=str(tmp_path), **sizes).gradient_accumulation_steps == 32
-
-
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_path):
     told_by_the_trainer = {"pairs_per_update"}
     of_a_bank = set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer

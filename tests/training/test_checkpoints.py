@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import RUN, SAVES, differing, log_of, state_of
+from tiny_runs import RUN, SAVES, at_micro_step, differing, log_of, state_of
 
 from contaccum.errors import UserError
 from contaccum.training import trainer as trainer_module
@@ -162,17 +162,8 @@ def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(traine
     before = signal.getsignal(number)
     # Nothing is saved otherwise.
     stopped = trainer_in(tmp_path, **RUN)
-    step = stopped.micro_step
-    done = 0
-
-    def signalled(*args: Any, **kwargs: Any) -> Any:
-        nonlocal done
-        done += 1
-        if done == 8:  # the second micro-step of the third update
-            signal.raise_signal(number)
-        return step(*args, **kwargs)
-
-    stopped.micro_step = signalled
+    # The second micro-step of the third update.
+    at_micro_step(stopped, 8, lambda _: signal.raise_signal(number))
     with pytest.raises(SystemExit) as stop:
         stopped.train()
     assert stop.value.code == 128 + number

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from sample_texts import sentences
+from small_data import write_lines
 from tiny_models import tiny_encoder
 from tiny_runs import SAVES, differing, log_of, pairs, state_of
 
@@ -32,9 +33,7 @@ def records(n: int, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, name: str = "data", n: int = 43, seed: int = 1) -> str:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records(n, seed)))
-    return str(path)
+    return str(write_lines(folder / f"{name}.jsonl", records(n, seed)))
 
 
 def texts_of(trainer: Any) -> list[list[str]]:
@@ -99,7 +98,6 @@ def test_every_known_positive_reaches_the_loss(trainer_in: Any, tmp_path: Path) 
     assert trainer.loss._positives is not None
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["label"].shape == (4, 4) and batch["label"].dtype == torch.int64
-    (tmp_path / "plain").mkdir()
     plain = load_training_data(write(tmp_path / "plain", n=1), num_hard_negatives=0)
     assert plain.known_positives is None and trainer_in(tmp_path / "run", plain.dataset).loss._positives is None
 

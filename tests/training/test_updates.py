@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SAVES, differing, log_of, pairs, state_of
+from tiny_runs import SAVES, at_micro_step, differing, log_of, pairs, state_of
 
 from contaccum.errors import UserError
 from contaccum.training import updates
@@ -138,20 +138,6 @@ def test_a_host_is_never_asked_for_more_than_it_has(trainer_in, tmp_path, monkey
     monkeypatch.setattr(updates.psutil, "virtual_memory", lambda: SimpleNamespace(available=750 * 2**20))  # 600 may go
     trainer.updates.find_micro_batch()
     assert sizes == [1, 2, 3, 4, 6] and trainer.args.per_device_train_batch_size == 6  # though 12 would not have failed
-
-
-def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
-    """Call ``act`` with the inputs before micro-step ``number`` of the run, from 1."""
-    done, step = 0, trainer.micro_step
-
-    def counted(model: Any, inputs: Any, share: float, last: bool) -> Any:
-        nonlocal done
-        done += 1
-        if done == number:
-            act(inputs)
-        return step(model, inputs, share, last)
-
-    trainer.micro_step = counted
 
 
 def weights(trainer: Any) -> torch.Tensor:

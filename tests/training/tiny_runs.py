@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     """Keys whose values are not bit for bit the same."""
     assert one.keys() == other.keys()
     return [key for key in one if not torch.equal(one[key], other[key])]
+
+
+def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
+    """Call ``act`` with the inputs before micro-step ``number`` of the run, from 1."""
+    done, step = 0, trainer.micro_step
+
+    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == number:
+            act(inputs)
+        return step(model, inputs, *args, **kwargs)
+
+    trainer.micro_step = counted
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
