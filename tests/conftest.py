@@ -1,7 +1,5 @@
 """Tiny models and a cache that all tests may use, and a seed for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Made-up texts over a small vocabulary."""
 
-from __future__ import annotations
-
 import torch
 
 WORDS = (  # noqa: SIM905  # sixty quoted words are harder to read

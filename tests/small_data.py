@@ -1,7 +1,5 @@
 """Small data to train, mine and evaluate on, written to files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

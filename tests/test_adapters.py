@@ -1,7 +1,5 @@
 """Adapters: over weights that stay, one base for two towers, folders that any SentenceTransformer loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Decoder backbones: the last token, EOS at the end of every text, padding, instructions; the recipes of configs/."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A spawn of processes costs seconds, so each runs many cases and leaves its results in a file.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drift: what running means and probes measure, and what the loss makes of it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

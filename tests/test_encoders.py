@@ -1,7 +1,5 @@
 """DualEncoder: what it saves, sentence-transformers loads and encodes alike."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

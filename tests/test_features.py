@@ -1,7 +1,5 @@
 """Features of columns: equal content has an equal id however it lies, and first texts are cut out of any layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

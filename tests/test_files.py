@@ -1,7 +1,5 @@
 """Files are whole or not there, content has one name, and no credential is written down."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The towers' gradient norms are those that the optimizer gets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/loops.md: each loop, run as the page shows it and killed on the way, ends as if never killed."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which passages become negatives, their scores, and the files that they are written to."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """What may not become a negative: every known positive, under whatever id, title, spacing or case."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Updates are counted whatever steps the encoder: optimizers of all or a part of it, of copies, of flat pieces."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """scripts/reproduce_table1.py: every step in miniature, done once; the plan; and that the recipes are the paper's."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """The scripts for studies: what they write is what training and evaluation read."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

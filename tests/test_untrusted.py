@@ -1,7 +1,5 @@
 """Models from others cannot run code: a payload planted in each place is refused in one line, and never runs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Tiny models built from a config, so that no test needs a download."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`contaccum encode`: what `encode_texts` gives, from every form of a corpus, by one process or two, killed or not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

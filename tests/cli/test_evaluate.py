@@ -1,7 +1,5 @@
 """`contaccum evaluate`: records with all they depend on, one table, nothing done twice, comparisons, early refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

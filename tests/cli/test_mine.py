@@ -1,7 +1,5 @@
 """`contaccum mine` end to end on tiny models, and every mistake as one line, exit code 2, and no file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

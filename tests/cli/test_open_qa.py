@@ -1,7 +1,5 @@
 """`contaccum open_qa`: the same figures from a model and from its run, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`contaccum report` writes a page, or nothing."""
 
-from __future__ import annotations
-
 import json
 
 from contaccum.cli import main

@@ -1,7 +1,5 @@
 """`contaccum search`: what `contaccum encode` wrote, searched as an array would be; what does not belong is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`contaccum train`: what it leaves, mistakes in one line, the examples of docs/data.md, torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Training pairs and a BEIR folder, made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

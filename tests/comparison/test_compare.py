@@ -1,7 +1,5 @@
 """`contaccum compare` as a user runs it: real processes once, then what a second call does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From results to numbers and tables."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which runs there are: nothing twice, nothing unfair, and every mistake before the first run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

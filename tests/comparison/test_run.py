@@ -1,7 +1,5 @@
 """One run: the same pairs and weights for every method; and the processes of several."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

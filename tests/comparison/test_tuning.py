@@ -1,7 +1,5 @@
 """Each group's own best value of a setting: what is tried, what is chosen, and that it is found on dev alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

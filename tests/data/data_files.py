@@ -1,7 +1,5 @@
 """The same small training set in every format, for tests of the readers."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

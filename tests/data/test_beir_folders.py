@@ -1,7 +1,5 @@
 """Invariants of BEIR data: every bad record is named, what is read is what BEIR reads, a download is whole or not."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

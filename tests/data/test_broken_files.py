@@ -1,7 +1,5 @@
 """Deliberately broken data: one clear line that says where, or counted under skip; never a traceback, never silence."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

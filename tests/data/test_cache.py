@@ -1,7 +1,5 @@
 """Invariants of the cache: every record once, whole or not there, never older than its source, little memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The examples of docs/data.md are what they say they are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Invariants of MS MARCO: texts are found by id without being held, triples go to their queries, lines are counted."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 

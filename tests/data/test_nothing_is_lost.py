@@ -1,7 +1,5 @@
 """Whatever the bytes, in every format: `DataError` with one line, or records in = records used + records reported."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile

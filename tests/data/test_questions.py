@@ -1,7 +1,5 @@
 """Passages of a corpus and questions with answers: the same in every form, one record at a time, none lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Invariants of the readers: every format gives the same records, by one call, told from the content."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from itertools import product

@@ -1,7 +1,5 @@
 """Batch samplers: orders that seed and epoch determine, every row once, and what a batch is asked to be."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

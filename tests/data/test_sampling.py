@@ -1,7 +1,5 @@
 """Invariants of sampling: uniform, without replacement, a function of seed, epoch and row, and never a positive."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter

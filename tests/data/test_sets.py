@@ -1,7 +1,5 @@
 """Several sets: what is said of each, and what they know of each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

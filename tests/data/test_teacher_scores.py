@@ -1,7 +1,5 @@
 """A teacher's scores: found under every name, kept with their passage through the cache and an epoch's sampling."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answer matches: cases by hand with the outcome that DPR's code gives, its tokenizer's classes, and accuracies."""
 
-from __future__ import annotations
-
 import random
 import sys
 import unicodedata

@@ -1,7 +1,5 @@
 """Which sets `--data` stands for, and a model's score on one: by hand, by BEIR's own pipeline, and as published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

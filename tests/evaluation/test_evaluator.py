@@ -1,7 +1,5 @@
 """Evaluation while training: fixed parts with every relevant document, and the figures of `contaccum evaluate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

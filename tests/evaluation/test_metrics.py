@@ -1,7 +1,5 @@
 """Metrics against their formulas, the bootstrap against all resamples of a small sample, Holm against the textbook."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of results: what is written comes back, what is no result or no run is refused by line."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

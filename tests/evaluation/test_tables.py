@@ -1,7 +1,5 @@
 """Earlier results, compared query by query."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files as runs and evaluations leave them, with numbers that are made up and texts that mean harm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

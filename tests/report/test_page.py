@@ -1,7 +1,5 @@
 """What stands on the page, and that it can do no harm."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import unescape

@@ -1,7 +1,5 @@
 """encode_texts gives the embeddings of encode_query and encode_document, and leaves the model as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Exact search gives the k best by score and id however a corpus is sliced; other indexes, and what cannot work."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

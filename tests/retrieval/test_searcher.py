@@ -1,7 +1,5 @@
 """FaissSearcher is BEIR's exact search behind BEIR's own interface."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

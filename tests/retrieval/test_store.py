@@ -1,7 +1,5 @@
 """A store gives back what was written, row by row, and refuses what it cannot vouch for."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A trainer of a tiny model, ready to run, and one trained run that many tests look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The ranks are forks of one process, as in forked_runs.py. accelerate shards on a
 so on a CPU as well.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

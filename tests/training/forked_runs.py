@@ -3,8 +3,6 @@
 A start of Python with torch and transformers takes seconds, a fork of one that has them none. Prints JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Training adapters: the base stays as it is, resuming is exact, folders train on, from the command line too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

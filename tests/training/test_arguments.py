@@ -1,7 +1,5 @@
 """Combinations that cannot work are refused before a model is loaded, naming both settings."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Which checkpoints are whole, which is resumed, what a resumed run may change; kills and signals at any instant."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """YAML and command line to arguments: the command line wins, an unknown key names the closest, mistakes come early."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

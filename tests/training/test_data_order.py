@@ -1,7 +1,5 @@
 """Sampled rows, several sets and planned batches in the trainer: a function of seed and epoch alone."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

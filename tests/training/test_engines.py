@@ -1,7 +1,5 @@
 """FSDP2 and DeepSpeed's ZeRO train as DDP does: weights, bank, norms, what is skipped, what is saved and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Evaluation while training: it changes nothing that is trained, and the best model is the one that is kept."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

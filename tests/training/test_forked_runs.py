@@ -1,7 +1,5 @@
 """Runs that are killed, or that several processes share, end as one that nothing happened to."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

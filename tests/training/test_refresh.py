@@ -1,7 +1,5 @@
 """Hard negatives mined anew while training: what is mined, which texts reach a batch, resuming, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

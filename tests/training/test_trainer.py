@@ -1,7 +1,5 @@
 """ContAccumTrainer: methods, resuming, the log, gradient norms, prompts."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """Updates that run out of memory or are not finite: pairs per update stay, nothing is lost, nothing bad is applied."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable
