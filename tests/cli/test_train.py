@@ -59,8 +59,10 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
     assert not list(output.rglob("training_args.bin"))
     assert train(places, output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [json.loads(x)["update"] for x in (output / "train_log.jsonl").read_text().splitlines()] == [*range(1, 7)]
-    # What it trained, it trains again: now the folder is a SentenceTransformer.
-    assert train(places, tmp_path / "again", model=output, pooling=None) == 0
+    # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
+    assert train(places, tmp_path / "again", model=output, pooling=None, guide=output, guide_margin=0.1) == 0
+    assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(str(output))
+    assert all(0 < json.loads(x)["masked"] <= 1 for x in (tmp_path / "again/train_log.jsonl").read_text().splitlines())
 
 
 def test_a_model_folder_of_the_version_before_loads(places: Path, tmp_path: Path) -> None:

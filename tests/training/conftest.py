@@ -51,7 +51,7 @@ def trainer_in(tiny_model: Callable[..., DualEncoder]) -> Maker:
         **settings: Any,
     ) -> ContAccumTrainer:
         model = tiny_model(tied, dropout) if model is None else model
-        trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record")
+        trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record", "guide")
         given = {name: settings.pop(name) for name in trainer_names if name in settings}
         settings = {
             "method": "contaccum",
