@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, Runn
 from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.optimizer_steps import StepWatch
-from contaccum.pairs import Ids, Pairs, PositivesTable, Scores, check_embeddings
+from contaccum.pairs import Guided, Ids, Pairs, PositivesTable, Scores, check_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,11 @@ class BankedInfoNCE(nn.Module):
             paper's equations 8 and 9.
         mask_duplicates: leave out columns that hold a row's own positive again or another known positive of its
             query, by ids. False is the paper's behaviour. Without ids there is nothing to mask.
+        false_negative_margin: leave out columns whose similarity to a row is above that of its own positive by more
+            than this (Qwen3-Embedding: 0.1, with cosine), as it was when they met. None: none.
+        guide_margin, guide_margin_strategy: where a guide's embeddings come with a micro-batch, leave out columns whose
+            cosine with a row, by the guide, is above that of its own positive less ``guide_margin`` (``"absolute"``),
+            or less that share of it (``"relative"``): GISTEmbed's rule, arXiv 2402.16829.
         bank_hard_negatives: keep hard negatives in the bank as columns.
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower; ``"auto"`` also retires
             those that :meth:`observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
@@ -72,9 +78,10 @@ class BankedInfoNCE(nn.Module):
         positives: a :class:`PositivesTable` of pairs that are never negatives of each other, or None. Not in the state.
         bank: the :class:`MemoryBank`, None before the first call, which sets the embedding size.
         last: diagnostics of the last call, detached tensors and ints: ``local_loss`` and ``bank_loss`` (mean over local
-            rows and over bank rows in use), ``columns`` (per local row, before masks), ``bank_rows``, ``bank_fill``
-            (entries in use after it), ``enqueued`` (pairs that the bank took), ``embedding_spread`` (squared distance
-            of local passages from their mean, over their squared length); and what :meth:`drift_record` reads.
+            rows and over bank rows in use), ``columns`` (per local row, before masks), ``masked`` (share of them that
+            are left out, positives aside), ``bank_rows``, ``bank_fill`` (entries in use after it), ``enqueued`` (pairs
+            that the bank took), ``embedding_spread`` (squared distance of local passages from their mean, over their
+            squared length); and what :meth:`drift_record` reads.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -97,6 +104,9 @@ class BankedInfoNCE(nn.Module):
         center_gradients: Literal["auto", "both", "passages", "queries", "none"] = "auto",
         pairs_per_update: int | None = None,
         bank_weight: float = 1.0,
+        false_negative_margin: float | None = None,
+        guide_margin: float = 0.0,
+        guide_margin_strategy: Literal["absolute", "relative"] = "absolute",
     ) -> None:
         super().__init__()
         check_bank_sizes(bank_size, query_bank_size)
@@ -104,6 +114,9 @@ class BankedInfoNCE(nn.Module):
             raise ConfigError(f"bank_weight must be a positive number, got {bank_weight!r}")
         if not 0 < temperature < math.inf:
             raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
+        if false_negative_margin is not None and not false_negative_margin >= 0:
+            raise ConfigError(f"false_negative_margin must be at least 0, got {false_negative_margin!r}")
+        check_choice("guide_margin_strategy", guide_margin_strategy, ("absolute", "relative"))
         check_choice("similarity", similarity, ("dot", "cos"))
         check_choice("normalize_by", normalize_by, ("local", "all"))
         check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
@@ -114,6 +127,8 @@ class BankedInfoNCE(nn.Module):
         self.drift_compensation, self.bank_dtype = drift_compensation, bank_dtype
         self.gather_across_devices, self.center_gradients = gather_across_devices, center_gradients
         self.centering, self.bank_weight = GradientCentering(pairs_per_update), bank_weight
+        self.false_negative_margin = false_negative_margin
+        self.guide_margin, self.guide_margin_strategy = guide_margin, guide_margin_strategy
         self.bank: MemoryBank | None = None
         self.passage_mean: RunningMean | None = None
         self.query_mean: RunningMean | None = None
@@ -131,6 +146,7 @@ class BankedInfoNCE(nn.Module):
         query_ids: Tensor | None = None,
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
+        guide: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """The loss of one micro-batch, a scalar; in training mode and with gradients enabled, also enqueues it.
 
@@ -138,13 +154,18 @@ class BankedInfoNCE(nn.Module):
             queries, passages: (n, d); row i of ``passages`` is the positive of row i of ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same text.
+            guide: the same as a guide embeds them, (n, g), (n, g), (n, h, g); with every micro-batch or with none.
 
         Raises:
-            ValueError: for shapes that do not agree, an embedding size other than the bank's.
+            ValueError: for shapes that do not agree, an embedding size other than the bank's or its guide's.
         """
         ranks, ids = world_size() if self._shared else 1, Ids(query_ids, passage_ids, negative_ids)
         check_embeddings(queries, passages, negatives, ids, may_be_empty=ranks > 1)
         inputs = [queries, passages] if negatives is None else [queries, passages, negatives]
+        guided = [x.detach() for x in guide if x is not None]
+        if guided and [x.shape[:-1] for x in guided] != [x.shape[:-1] for x in inputs]:
+            shapes = ", ".join(str(tuple(x.shape)) for x in guided)
+            raise ValueError(f"the guide must embed the same texts, got {shapes} for n={len(queries)}")
         enqueues = self.training and torch.is_grad_enabled()
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if enqueues:
@@ -154,9 +175,12 @@ class BankedInfoNCE(nn.Module):
         everyone, own = [x.detach() for x in inputs], slice(0, len(queries))
         if ranks > 1:
             everyone, ids, own = gather_batch(everyone, ids)
+            guided = gather_batch(guided, Ids())[0] if guided else []
         dtype = torch.promote_types(queries.dtype, torch.float32)
         with torch.autocast(queries.device.type, enabled=False):
-            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, enqueues)
+            relative = self.guide_margin_strategy == "relative"
+            seen = Guided.of([x.to(dtype) for x in guided], self.guide_margin, relative) if guided else None
+            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, enqueues)
             gradients = self._gradients(step) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
@@ -174,11 +198,12 @@ class BankedInfoNCE(nn.Module):
 
     # The stages of a micro-step --------------------------------------------------------------------------------------
 
-    def _losses(self, leaves: list[Tensor], ids: Ids, observe: bool) -> _MicroStep:
+    def _losses(self, leaves: list[Tensor], ids: Ids, guide: Guided | None, observe: bool) -> _MicroStep:
         """Scores and row losses of queries (n, d), passages (n, d) and, if any, negatives (n, h, d)."""
         units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
-        bank = self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns)
+        size = 0 if guide is None else guide.columns.shape[2]
+        bank = self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns, size)
         means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
         if self.passage_mean is not None and self.query_mean is not None:
             if observe and self.probe is None:
@@ -187,7 +212,8 @@ class BankedInfoNCE(nn.Module):
             # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
             # its tower then, so a new one is what it is beside that of now.
             columns = columns - (means[0][1][0] if means else self.passage_mean.mean)
-        pairs = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())
+        margin = None if self.false_negative_margin is None else self.false_negative_margin / self.temperature
+        pairs = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())._replace(margin=margin, guide=guide)
         weight = 1.0
         if bank is None:
             scores = pairs.scores(queries / self.temperature, self.positives)
@@ -202,10 +228,12 @@ class BankedInfoNCE(nn.Module):
         share = n + (weight * bank_rows.to(log_sum) if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + weight * bank_losses.sum()) / share
         spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
+        in_use = queries.new_zeros(0, dtype=torch.bool) if bank is None else bank.absent[: bank.span].flatten() == 0
         self.last = {
             "local_loss": local_losses.detach().mean(),
             "bank_loss": bank_losses.detach().sum() / bank_rows.clamp_min(1),
             "columns": n * columns.shape[1] + (0 if bank is None else bank.in_use * bank.columns.shape[1]),
+            "masked": scores.masked(in_use),
             "bank_rows": bank.in_use if bank is not None and len(bank.queries) else 0,
             "embedding_spread": spread if n > 1 else spread * math.nan,
         }
@@ -336,7 +364,7 @@ class BankedInfoNCE(nn.Module):
         """Whether all ranks hold one and the same bank."""
         return self.gather_across_devices and world_size() > 1
 
-    def _prepare_bank(self, dim: int, negatives: int, like: Tensor) -> MemoryBank | None:
+    def _prepare_bank(self, dim: int, negatives: int, like: Tensor, guide: int | None = None) -> MemoryBank | None:
         """Make the bank, or fit it to what comes; None for plain InfoNCE."""
         if not self.bank_size:
             return None
@@ -344,7 +372,7 @@ class BankedInfoNCE(nn.Module):
         bank = self.bank or self._make_bank(dim, negatives, self.bank_dtype or like.dtype, like.dtype, like.device)
         if bank.absent.device != like.device:
             self.to(like.device)  # the model moved, or a state was loaded elsewhere
-        bank.fit(dim, negatives)
+        bank.fit(dim, negatives, guide)
         return bank
 
     def _make_bank(
@@ -369,7 +397,9 @@ class BankedInfoNCE(nn.Module):
             if there != (self.bank_size, self.query_bank_size != 0, self.drift_compensation in MOVES_ENTRIES):
                 raise ConfigError("this state is of another bank_size, query_bank_size or drift_compensation")
             device = columns.device if self.bank is None else self.bank.absent.device
-            self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, state["bank.positive"].dtype, device)
+            score_dtype, guide = state["bank.positive"].dtype, state.get("bank.guide.columns")
+            bank = self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, score_dtype, device)
+            bank.fit(columns.shape[2], columns.shape[1] - 1, None if guide is None else guide.shape[2])
             probe = state.get("probe.embeddings")
             self.probe = None if probe is None else DriftProbe(probe.shape[2:], self.bank_size, probe.dtype, device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

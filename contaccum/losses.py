@@ -23,13 +23,14 @@ from contaccum.distill import Distillation, split_labels
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
-from contaccum.features import content_ids, first_rows
+from contaccum.features import content_ids
+from contaccum.guide import Guide
 from contaccum.info_nce import BankedInfoNCE
 from contaccum.pairs import PositivesTable
+from contaccum.probe import TextProbe
 
 logger = logging.getLogger(__name__)
 
-PROBE_TEXTS = 8
 PAIRS_PER_PROBE = 128
 """Pairs of training between two probes, at least: eight pairs, forward only, are then some 2 % of the work."""
 
@@ -51,6 +52,8 @@ class ContAccumLoss(nn.Module):
         gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
         distill, distill_weight, distill_temperature: learn from a teacher's scores too, in training; "margin_mse" or
             "kl", see :class:`contaccum.distill.Distillation`.
+        guide: a frozen SentenceTransformer that says which columns are no negatives, as in GISTEmbedLoss; its
+            ``margin`` and ``margin_strategy`` are ``guide_margin`` and ``guide_margin_strategy`` here.
         settings: any other of :class:`BankedInfoNCE`. Duplicates go by :func:`contaccum.features.content_ids`.
 
     Raises:
@@ -63,6 +66,7 @@ class ContAccumLoss(nn.Module):
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, and
           is what ``eval_loss`` is: in eval mode the loss is that of the batch alone.
+        - :class:`GISTEmbedLoss` is, with a ``guide``, and neither anchors nor positives contrasted among themselves.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
         - In a loss that calls :meth:`compute_loss_from_embeddings`, updates are noticed; texts are not known there.
@@ -86,6 +90,7 @@ class ContAccumLoss(nn.Module):
         distill: str | None = None,
         distill_weight: float = 1.0,
         distill_temperature: float = 1.0,
+        guide: SentenceTransformer | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -110,6 +115,8 @@ class ContAccumLoss(nn.Module):
             similarity = self.settings["similarity"]
             self.distillation = Distillation(distill, distill_weight, distill_temperature, similarity, scale)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
+        self.guide = None if guide is None else Guide(model, guide)
+        self._guided: list[Tensor] | None = None  # its embeddings of the present micro-batch
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
         self.info_nces = nn.ModuleDict({})
         self._positives: PositivesTable | None = None
@@ -127,26 +134,34 @@ class ContAccumLoss(nn.Module):
         have after them, a teacher's scores: see :func:`contaccum.distill.split_labels`.
         """
         features = list(sentence_features)
-        ids = self._look_at(features, labels)
-        return self.compute_loss_from_embeddings(embed_columns(self.model, features), labels, ids)
+        ids, guided = self._look_at(features, labels), self._ask_guide(features)
+        return self.compute_loss_from_embeddings(embed_columns(self.model, features), labels, ids, guided)
 
     def compute_loss_from_embeddings(
-        self, embeddings: list[Tensor], labels: Tensor | None = None, ids: list[Tensor | None] | None = None
+        self,
+        embeddings: list[Tensor],
+        labels: Tensor | None = None,
+        ids: list[Tensor | None] | None = None,
+        guide: list[Tensor] | None = None,
     ) -> Tensor:
         """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives. With ``distill``,
         ``labels`` hold a teacher's scores.
 
         Without ``ids`` int64 (n,) of each column, see :func:`contaccum.features.content_ids`, no duplicates are masked;
-        and as the texts are not known here, the encoder is not probed.
+        and as the texts are not known here, the encoder is not probed. ``guide``: the columns as a guide embeds them.
         """
+        if self.guide is not None and guide is None:
+            raise ConfigError("guide: the texts are not known here; give guide=loss.guide.embed(sentence_features)")
         ids = [None] * len(embeddings) if ids is None else ids
         if self._trains:
             self._say_what_is_off(ids)
-        negatives = torch.stack(embeddings[2:], dim=1) if len(embeddings) > 2 else None
+        columns = [x.to(embeddings[0].device) for x in guide or ()]
+        negatives, *guided = (torch.stack(x[2:], dim=1) if len(x) > 2 else None for x in (embeddings, columns))
         known = [x for x in ids[2:] if x is not None]
         negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
         loss_fn = self._of_size(embeddings[0].shape[-1]) if self.training else self._without_bank
-        loss = loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids)
+        seen = [*columns[:2], *guided]
+        loss = loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids, seen)
         if self.distillation is not None and self.training:
             loss = loss + self.distillation(embeddings, labels)
         return loss
@@ -224,6 +239,8 @@ class ContAccumLoss(nn.Module):
         config["bank_dtype"] = config["bank_dtype"] and str(config["bank_dtype"])
         if (term := self.distillation) is not None:
             config |= {"distill": term.kind, "distill_weight": term.weight, "distill_temperature": term.temperature}
+        if self.guide is not None:
+            config["guide"] = self.guide.name
         return {"scale": self.scale, "similarity_fct": self.similarity_fct.__name__, **config}
 
     @property
@@ -254,6 +271,13 @@ class ContAccumLoss(nn.Module):
         if (labels is not None and ids is None and scores is None) or (scores is not None and not self.distillation):
             self._warn_once(f"{type(self).__name__} does not use the label or score column of the data")
         return list(ids.unbind(1)) if ids is not None else [content_ids(column) for column in features]
+
+    def _ask_guide(self, features: list[dict[str, Any]], at_once: int | None = None) -> list[Tensor] | None:
+        """The guide's embeddings of the columns, (n, g) each; once for all the sizes of a MatryoshkaLoss."""
+        forward: Any = self.model.forward
+        if self.guide is not None and not (isinstance(forward, ForwardDecorator) and forward.cache):
+            self._guided = self.guide.embed(features, at_once)
+        return self._guided
 
     def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
         """Encode the probe when an update has passed and enough pairs with it."""
@@ -369,73 +393,13 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch of tokenised columns; as in :class:`ContAccumLoss`."""
         features = list(sentence_features)
-        given: Any = self._look_at(features, labels), labels
+        given: Any = labels, self._look_at(features, labels), self._ask_guide(features, self.mini_batch_size)
         return self.forward_cached(features, given)
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
-        """The loss of a batch that is encoded, a list of mini-batches for each column; ``labels``: ids, and labels."""
-        ids, scores = labels or (None, None)
-        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], scores, ids)
+        """The loss of a batch that is encoded, a list of mini-batches for each column; ``labels``: labels, ids, and a
+        guide's embeddings."""
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], *(labels or ()))
         if with_backward:
             loss.backward()
         return loss.detach()
-
-
-class TextProbe:
-    """A few training pairs, kept as the tokenizer gave them, to be encoded again as the encoder learns.
-
-    They are the first pairs of a micro-batch, of all ranks that share a bank: ``PROBE_TEXTS`` together, one of each at
-    least. Every rank knows them all, a part from each of them, and encodes its share of the parts. Only tensors and
-    numbers are stored; what a column has beside them (the ``task`` that a Router goes by) comes with each micro-batch.
-    """
-
-    def __init__(self, parts: list[list[dict[str, Tensor]]], shared: bool) -> None:
-        self.parts, self.shared = parts, shared  # queries and passages of each
-
-    @classmethod
-    def of(cls, features: list[dict[str, Any]], shared: bool) -> TextProbe | None:
-        """Of this rank's micro-batch and the others'; None on every rank where first texts cannot be told apart."""
-        wanted = -(-PROBE_TEXTS // world_size()) if shared else PROBE_TEXTS
-        parts = [[first_rows(column, wanted) or {} for column in features[:2]]]
-        if shared:
-            device = next(x.device for column in features for x in column.values() if isinstance(x, Tensor))
-            parts = [list(part) for part in zip(*(gather_states(x, device) for x in parts[0]), strict=True)]
-        return cls(parts, shared) if all(x for part in parts for x in part) else None
-
-    def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
-        """Embeddings of this rank's share, queries and passages: (S, d) each, without dropout or any random number.
-
-        All ranks that share call it together, with the ``features`` of the present micro-batch.
-        """
-        ranks, own = (world_size(), rank()) if self.shared else (1, 0)
-        first, end = (len(self.parts) * r // ranks for r in (own, own + 1))
-        forward, device, found = model.forward, next(model.parameters()).device, []
-        encode = forward.fn if isinstance(forward, ForwardDecorator) else model
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            for column, present in enumerate(features[:2]):
-                embeddings = []
-                for part in self.parts[first : max(end, first + 1)]:  # FSDP's forwards are collectives: none skips them
-                    stored = {key: x.to(device) if x.ndim else x.item() for key, x in part[column].items()}
-                    about = {key: x for key, x in present.items() if not isinstance(x, (Tensor, int, float))}
-                    with torch.no_grad():
-                        embeddings.append(encode({**about, **stored})["sentence_embedding"].detach().clone())
-                found.append(torch.cat(embeddings)[: None if end > first else 0])
-        finally:
-            for module, training in modes:
-                module.training = training
-        return found
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All texts, the same on every rank."""
-        return {f"{i}.{j}.{key}": x for i, part in enumerate(self.parts) for j in (0, 1) for key, x in part[j].items()}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
-        """What :meth:`state_dict` gave, on any number of ranks."""
-        parts: dict[int, list[dict[str, Tensor]]] = {}
-        for name, x in state.items():
-            part, column, key = name.split(".", 2)
-            parts.setdefault(int(part), [{}, {}])[int(column)][key] = x
-        return cls([parts[i] for i in sorted(parts)], shared)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contaccum.errors import ConfigError
-from contaccum.pairs import NO_ID, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
+from contaccum.pairs import NO_ID, Guided, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
 
 PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
 _PRODUCT_ROWS = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
@@ -87,6 +87,7 @@ class MemoryBank(nn.Module):
         buffer("log_sum", self.low, rows)
         buffer("positive", 0, rows)
         buffer("origins", 0, rows // self.note, dim)
+        self.guide: _GuideRing | None = None
         self.pairs = self.first = 0  # seen since the start, and the oldest of them in use, which only rises
         self.limit = bank_size  # in use at most, in whole blocks; those since the last update are never too many
         self.updates = self._update_began = 0  # calls of end_update, and the first pair of the present encoder
@@ -137,17 +138,24 @@ class MemoryBank(nn.Module):
         """
         m, (n, width, _) = self.span, pairs.columns.shape
         rows = self.queries[:m]
-        row_mask = column_mask = moved = None
+        row_mask = column_mask = row_ceiling = column_ceiling = moved = None
         if pairs.named:
             column_mask = hidden(pairs.ids[:, :, 0], self.ids[:, :m].flatten(1), positives, local_rows=True)
             row_mask = hidden(pairs.ids.flatten(1), self.ids[:, : len(rows), 0], positives, local_rows=False)
         if origin is not None and len(rows):
             moved = origin - self.origins[: m // self.note]
         queries, columns = pairs.queries / self.temperature, pairs.columns.flatten(0, 1) / self.temperature
-        absent = self.absent[:m].flatten()
-        of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, None)
-        of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, moved)
-        return pairs.scores(queries, positives)._replace(
+        absent, local = self.absent[:m].flatten(), pairs.scores(queries, positives)
+        if pairs.margin is not None:
+            column_ceiling = local.positive.detach()[:, None] + pairs.margin
+            row_ceiling = self.positive[: len(rows)] + pairs.margin
+        if pairs.guide is not None and self.guide is not None:
+            by_rows, by_columns = self.guide.rejected(pairs.guide, m)
+            column_mask = by_rows if column_mask is None else column_mask | by_rows
+            row_mask = by_columns if row_mask is None else row_mask | by_columns
+        of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, column_ceiling, None)
+        of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, row_ceiling, moved)
+        return local._replace(
             of_columns=of_columns,
             by_block=of_columns.view(n, m // self.block, -1).logsumexp(2),
             of_rows=of_rows.view(n, width, len(rows)),
@@ -166,16 +174,26 @@ class MemoryBank(nn.Module):
 
     # Entries come and go ---------------------------------------------------------------------------------------------
 
-    def fit(self, dim: int, hard_negatives: int) -> None:
+    def fit(self, dim: int, hard_negatives: int, guide: int | None = None) -> None:
         """Make room for that many hard negatives per entry, where data has pairs and tuples; what is stored stays.
 
+        ``guide`` is the size g of the embeddings that a guide gives beside them; 0: there is none.
+
         Raises:
-            ValueError: for embeddings of another size than d.
+            ValueError: for embeddings of another size than d, and for a guide that comes, goes or changes its size.
         """
         if dim != self.dim:
             raise ValueError(f"embeddings of size {dim} do not fit a bank of size {self.dim}: make one for each size")
+        known = 0 if self.guide is None else self.guide.columns.shape[2]
+        if guide not in (None, known):
+            if self.pairs:
+                said = f"a guide's embeddings of size {guide} do not fit a bank with those of size {known} (0: none)"
+                raise ValueError(f"{said}: begin with an empty bank")
+            self.guide = _GuideRing(self, guide) if guide else None
         more = 1 + hard_negatives - self.columns.shape[1]
         if more > 0:
+            if self.guide is not None:
+                self.guide.columns = nn.functional.pad(self.guide.columns, (0, 0, 0, more))
             self.columns = nn.functional.pad(self.columns, (0, 0, 0, more))
             self.ids = nn.functional.pad(self.ids, (0, more), value=NO_ID)
             self.absent = nn.functional.pad(self.absent, (0, more), value=self.low)
@@ -198,7 +216,7 @@ class MemoryBank(nn.Module):
         ids = Ids(query_ids, passage_ids, negative_ids)
         check_embeddings(queries, passages, negatives, ids)
         columns = passages[:, None] if negatives is None else torch.cat([passages[:, None], negatives], dim=1)
-        self.fit(queries.shape[1], columns.shape[1] - 1)
+        self.fit(queries.shape[1], columns.shape[1] - 1, 0)
         pairs = Pairs.of(queries.to(self.positive), columns.to(self.positive), ids)
         self.append(pairs, self.scores(pairs), self.greatest(pairs).isfinite())
 
@@ -230,6 +248,8 @@ class MemoryBank(nn.Module):
             self.ids[:, slots, :width] = pairs.ids[:, at, :width]
             self.absent[slots] = self.low
             self.absent[slots, :width] = torch.where(finite, self.absent.new_zeros(()), self.low)
+            if pairs.guide is not None and self.guide is not None:
+                self.guide.put(pairs.guide, at, slots, width)
             if sums is not None:
                 self.queries[slots], self.positive[slots] = queries[at].to(self.queries), positive[at]
                 self.log_sums[:, slots], self.log_sum[slots] = sums[:, at], sums[:, at].logsumexp(0)
@@ -312,22 +332,59 @@ class MemoryBank(nn.Module):
         _, self.pairs, self.first, self.limit, self.updates, self._update_began, *self._update_ends = state.tolist()
 
 
+class _GuideRing(nn.Module):
+    """What a guide sees in the entries of a bank, in the same slots; as in :class:`Guided`."""
+
+    queries: Tensor  # (m, g), or (0, g) without a query bank
+    columns: Tensor  # (m, 1 + h, g)
+    ceiling: Tensor  # (m,)
+
+    def __init__(self, bank: MemoryBank, size: int) -> None:
+        super().__init__()
+        self.register_buffer("queries", bank.queries.new_zeros(len(bank.queries), size))
+        self.register_buffer("columns", bank.columns.new_zeros(*bank.columns.shape[:2], size))
+        self.register_buffer("ceiling", torch.zeros_like(bank.positive))
+
+    def rejected(self, local: Guided, m: int) -> tuple[Tensor, Tensor]:
+        """Which of the first m banked columns are no negatives of local rows, bool (n, m (1 + h)); and which local
+        columns are none of banked rows, bool (n (1 + h), m)."""
+        none = local.ceiling.new_zeros(())
+        for_rows = _Product.apply(local.queries, self.columns[:m].flatten(0, 1), none, None, None, None)
+        for_banked = _Product.apply(local.columns.flatten(0, 1), self.queries[:m], none, None, None, None)
+        return for_rows > local.ceiling[:, None], for_banked > self.ceiling[:m]
+
+    def put(self, local: Guided, at: slice, slots: slice, width: int) -> None:
+        """Write rows of a micro-batch, with ``width`` columns each."""
+        self.columns[slots, :width] = local.columns[at, :width].to(self.columns)
+        if len(self.queries):
+            self.queries[slots], self.ceiling[slots] = local.queries[at].to(self.queries), local.ceiling[at]
+
+
 class _Product(torch.autograd.Function):
     """Scores (k, r) of ``x`` (k, d) against stored rows (r, d) of any dtype, which take no gradient.
 
-    ``absent`` (r,) is added, and what ``mask`` (k, r) hides is vanishingly low: its softmax is 0, and so is its
-    gradient. For the gradient of ``x`` alone, every so many rows have ``moved`` by one of these vectors.
+    ``absent`` (r,) is added, and what ``mask`` (k, r) hides or is above ``ceiling`` (k, 1) or (r,) is vanishingly low:
+    its softmax is 0, and so is its gradient. For the gradient of ``x`` alone, every so many rows have ``moved`` by one
+    of these vectors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, stored: Tensor, absent: Tensor, mask: Tensor | None, moved: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        absent: Tensor,
+        mask: Tensor | None,
+        ceiling: Tensor | None,
+        moved: Tensor | None,
     ) -> Tensor:
         ctx.stored, ctx.moved = stored, moved
         scores = x.new_empty(len(x), len(stored))
         parts = [y.split(_PRODUCT_ROWS, dim=-1) for y in (stored.T, absent.expand(len(stored)), scores)]
         for part, bias, place in zip(*parts, strict=True):
             torch.addmm(bias, x, part.to(x.dtype), out=place)
+        if ceiling is not None:
+            mask = scores > ceiling if mask is None else mask | (scores > ceiling)
         return scores if mask is None else scores.masked_fill_(mask, low(x.dtype))
 
     @staticmethod
@@ -338,7 +395,7 @@ class _Product(torch.autograd.Function):
             total.addmm_(share, part.to(weights.dtype))
         if ctx.moved is not None:
             total.addmm_(weights.view(len(weights), len(ctx.moved), -1).sum(2), ctx.moved)
-        return total, None, None, None, None
+        return total, None, None, None, None, None
 
 
 def _ring(begin: int, end: int, size: int) -> list[slice]:

@@ -1,8 +1,9 @@
 """A micro-batch of pairs: its scores, and which columns its rows must not treat as negatives.
 
-Those are a row's own positive again, and other positives of its query. The ids of a row and of a column alone decide,
-and a table of pairs known beforehand: what is hidden stays hidden, whatever comes and goes beside it. It knows no bank.
-Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size.
+Those are a row's own positive again, and other positives of its query, by ids and a table of pairs known beforehand;
+and what scores too far above a row's own positive, or does by a guide. It is decided when row and column meet: what is
+hidden stays hidden, whatever comes and goes beside it. It knows no bank. Letters in shapes: n pairs in the micro-batch,
+h hard negatives per query, d the embedding size, g that of the guide.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
@@ -24,13 +26,31 @@ class Ids(NamedTuple):
     negatives: Tensor | None = None  # (n, h)
 
 
+class Guided(NamedTuple):
+    """A micro-batch as a guide sees it, who has embeddings of length 1."""
+
+    queries: Tensor  # (n, g)
+    columns: Tensor  # (n, 1 + h, g)
+    ceiling: Tensor  # (n,): what scores above it by the guide is no negative of a row
+
+    @classmethod
+    def of(cls, embeddings: list[Tensor], margin: float, relative: bool) -> Guided:
+        """Of queries (n, g), passages (n, g) and, if any, negatives (n, h, g): GISTEmbed's rule (arXiv 2402.16829)."""
+        queries, passages, *negatives = (normalize(x, dim=-1) for x in embeddings)
+        positive = (queries * passages).sum(1)
+        ceiling = positive - margin * (positive.abs() if relative else 1.0)
+        return cls(queries, torch.cat([passages[:, None], *negatives], dim=1), ceiling)
+
+
 class Pairs(NamedTuple):
     """A micro-batch as rows and columns of the similarity matrix."""
 
     queries: Tensor  # (n, d)
     columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
     ids: Tensor  # int64 (2, n, 1 + h): of the query that a passage came with (NO_ID at hard negatives), and its own
-    named: bool  # False: no ids came, so that nothing of these pairs is masked
+    named: bool  # False: no ids came, so that nothing of these pairs is masked by them
+    margin: float | None = None  # over the temperature: what scores that far above a row's positive is masked
+    guide: Guided | None = None
 
     @classmethod
     def of(cls, queries: Tensor, columns: Tensor, given: Ids) -> Pairs:
@@ -46,10 +66,15 @@ class Pairs(NamedTuple):
         n, width, d = self.columns.shape
         own = queries @ self.columns.reshape(-1, d).T
         positive = own.view(n, n, width)[:, :, 0].diagonal()
+        mask = torch.zeros_like(own, dtype=torch.bool)
         if self.named:
-            mask = hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)
-            mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
-            own = own.masked_fill(mask, low(own.dtype))
+            mask |= hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)
+        if self.margin is not None:
+            mask |= own > positive[:, None] + self.margin
+        if self.guide is not None:
+            mask |= self.guide.queries @ self.guide.columns.flatten(0, 1).T > self.guide.ceiling[:, None]
+        mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
+        own = own.masked_fill(mask, low(own.dtype))
         none = own.new_zeros(n, 0)
         return Scores(own.view(n, n, width), positive, none, none, own.new_zeros(n, width, 0), own.new_zeros(0))
 
@@ -63,6 +88,13 @@ class Scores(NamedTuple):
     by_block: Tensor  # (n, blocks) their logsumexp over each block
     of_rows: Tensor  # (n, 1 + h, m) banked queries against local columns
     on_rows: Tensor  # (m,) their logsumexp over all local columns
+
+    def masked(self, in_use: Tensor) -> Tensor:
+        """The share of columns that local rows leave out, their positives aside, with the bank's that are ``in_use``,
+        bool (m (1 + h),): a scalar."""
+        n, vanishing = len(self.own), low(self.own.dtype) / 2
+        left_out = (self.own <= vanishing).sum() + ((self.of_columns <= vanishing) & in_use).sum()
+        return left_out / (n * (self.own[0].numel() - 1 + in_use.sum())).clamp_min(1)
 
 
 class PositivesTable:

@@ -63,6 +63,19 @@ def masked_columns(rows: Tensor, positives: list[int], columns: Tensor, table: s
     return mask
 
 
+def too_good(rows: Tensor, columns: Tensor, positives: list[int], margin: float, rule: str) -> Tensor:
+    """True where a column other than a row's own positive scores beyond it by a rule; vectors are those of the bank.
+
+    They do not change while they are in it, and neither do their scores: so this is what was decided when they met.
+    """
+    scores = rows.detach() @ columns.detach().T
+    own = scores[torch.arange(len(rows)), positives][:, None]
+    bound = {"above": own + margin, "absolute": own - margin, "relative": own - own.abs() * margin}[rule]
+    mask = scores > bound
+    mask[torch.arange(len(rows)), positives] = False
+    return mask
+
+
 @dataclass
 class History:
     """All pairs that a loss has seen, as it saw them: from these, and not from its sums, comes the dense loss."""
@@ -70,8 +83,10 @@ class History:
     loss_fn: BankedInfoNCE
     table: set[tuple[int, int]] = field(default_factory=set)
     pairs: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (d,), (1 + h, d), ids
+    guided: list[Tensor] = field(default_factory=list)  # (2 + h, g) of each, of length 1: query, passage, negatives
+    masked_share: float = 0.0  # of the last micro-batch's columns, positives aside
 
-    def dense(self, inputs: list[Tensor], ids: list[Tensor]) -> Tensor:
+    def dense(self, inputs: list[Tensor], ids: list[Tensor], guide: list[Tensor] = []) -> Tensor:  # noqa: B006
         """The dense loss of a micro-batch against the pairs in use, with gradients as drift compensation has them."""
         fn, bank = self.loss_fn, self.loss_fn.bank
         n, d = inputs[0].shape
@@ -94,17 +109,25 @@ class History:
         starts = torch.tensor([0, *(len(c) for _, c, _ in used)]).cumsum(0)[:-1] + n * width
         positives = [*range(0, n * width, width), *(starts.tolist() if bank is not None and len(bank.queries) else [])]
         moved = None if moved is None else torch.cat([torch.zeros_like(queries), moved])
-        masked = None
+        masked = torch.zeros(sum(map(len, rows)), sum(map(len, parts)), dtype=torch.bool)
         if ids:
             about = [*self._ids(ids), *(i for _, _, i in used)]
             columns_of = torch.cat([torch.stack([torch.full_like(i[1:], -1), i[1:]], dim=1) for i in about])
             columns_of[[*range(0, n * width, width), *starts.tolist()], 0] = torch.stack([i[0] for i in about])
             rows_of = torch.stack([i[:2] for i in about])[: len(positives)]
             masked = masked_columns(rows_of, positives, columns_of, self.table)
+        if fn.false_negative_margin is not None:
+            masked |= too_good(torch.cat(rows), torch.cat(parts), positives, fn.false_negative_margin, "above")
+        if guide:
+            seen = [*self._guided(guide), *([] if bank is None else self.guided[bank.first :])]
+            rows_seen = torch.stack([x[0] for x in seen])[: len(positives)]
+            columns_seen = torch.cat([x[1:] for x in seen])
+            masked |= too_good(rows_seen, columns_seen, positives, fn.guide_margin, fn.guide_margin_strategy)
+        self.masked_share = masked[:n].sum().item() / max(n * (masked.shape[1] - 1), 1)
         weight = fn.bank_weight if fn.bank_weight <= 1 else min(1.0, fn.bank_weight / max(len(used), 1))
         return dense_loss(rows, parts, positives, n, fn.temperature, fn.normalize_by, masked, moved, weight)
 
-    def add(self, inputs: list[Tensor], ids: list[Tensor]) -> None:
+    def add(self, inputs: list[Tensor], ids: list[Tensor], guide: list[Tensor] = []) -> None:  # noqa: B006
         """Note a micro-batch that the loss has enqueued by now."""
         fn = self.loss_fn
         units = [normalize(x.detach(), dim=-1) if fn.similarity == "cos" else x.detach() for x in inputs]
@@ -115,6 +138,12 @@ class History:
             columns = columns - fn.passage_mean.mean
         known = self._ids(ids)[:, : 1 + columns.shape[1]] if ids else [torch.empty(0)] * len(columns)
         self.pairs += list(zip(units[0], columns, known, strict=True))
+        self.guided += [x[: 1 + columns.shape[1]] for x in self._guided(guide)] if guide else []
+
+    @staticmethod
+    def _guided(guide: list[Tensor]) -> Tensor:
+        """(n, 2 + h, g): of queries, passages and hard negatives."""
+        return normalize(torch.cat([guide[0][:, None], guide[1][:, None], *guide[2:]], dim=1), dim=-1)
 
     @staticmethod
     def _ids(ids: list[Tensor]) -> Tensor:

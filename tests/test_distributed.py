@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "blocks": {"bank_size": 70, "drift_compensation": "mean"},
     "no_masks": {"bank_size": 9, "mask_duplicates": False, "drift_compensation": "fresh"},
     "pre_batch": {"bank_size": 17, "query_bank_size": 0},
+    "filters": {"bank_size": 17, "similarity": "cos", "false_negative_margin": 0.1, "guide_margin": 0.1},
 }
 
 
@@ -72,7 +73,8 @@ def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) 
         inputs = [torch.cat(column) for column in zip(*(part[0] for part in parts), strict=True)]
         ids = [torch.cat(column) for column in zip(*(part[1] for part in parts), strict=True)]
         names = ("query_ids", "passage_ids", "negative_ids")
-        loss = loss_fn(*model(inputs), **dict(zip(names, ids, strict=False)))
+        guide = [x[..., :4] for x in inputs] if "guide_margin" in SETTINGS[settings] else []
+        loss = loss_fn(*model(inputs), **dict(zip(names, ids, strict=False)), guide=guide)
         (loss / 3).backward()
         losses.append(loss.item())
         told.append({key: float(value) for key, value in loss_fn.last.items()})

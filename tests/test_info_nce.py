@@ -224,7 +224,9 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("named", ["no ids", "ids", "table"])
-@pytest.mark.parametrize("settings", [{}, {"normalize_by": "all", "drift_compensation": "fresh"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"normalize_by": "all", "drift_compensation": "fresh"}, {"false_negative_margin": 0.1}]
+)
 def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings: dict[str, Any], named: str) -> None:
     loss_fn = BankedInfoNCE(bank_size=100, similarity="cos", temperature=0.05, **settings)
     if named == "table":
@@ -232,8 +234,9 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings: d
     for step in range(30):
         inputs = leaves(batch(5, h=step % 2, seed=step, dtype=torch.float32))
         ids = [] if named == "no ids" else [torch.randint(20, x.shape[:-1]) for x in inputs]
+        guide = [x.detach()[..., :5] for x in inputs] if "false_negative_margin" in settings else []
         with NoHostReads():
-            loss_fn(*inputs, **named_ids(ids)).backward()
+            loss_fn(*inputs, **named_ids(ids), guide=guide).backward()
             if step % 4 == 3:
                 loss_fn.end_update()
     with pytest.raises(AssertionError, match="would make the host wait"), NoHostReads():

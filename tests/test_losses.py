@@ -18,11 +18,12 @@ from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from torch import nn
 from transformers import DataCollatorWithFlattening, Qwen3Config
 
-from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder, losses
+from contaccum import BankedInfoNCE, ContAccumLoss, DualEncoder, losses, probe
 from contaccum.errors import ConfigError
 from contaccum.features import content_ids, first_rows
-from contaccum.losses import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
+from contaccum.losses import PAIRS_PER_PROBE
 from contaccum.pairs import NO_ID
+from contaccum.probe import PROBE_TEXTS, TextProbe
 
 
 @pytest.fixture
@@ -251,6 +252,7 @@ def test_every_setting_of_the_loss_passes_through_under_its_own_name(model: Dual
     given = {"query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False, "bank_hard_negatives": False}
     given |= {"drift_compensation": "none", "bank_dtype": torch.bfloat16}
     given |= {"center_gradients": "both", "pairs_per_update": 12, "bank_weight": 0.5}
+    given |= {"false_negative_margin": 0.1, "guide_margin": 0.2, "guide_margin_strategy": "relative"}
     loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, **given)
     expected = {"bank_size": 4, "temperature": 0.2, "similarity": "dot", "gather_across_devices": True, **given}
     assert loss_fn.settings == expected and expected.keys() == inspect.signature(BankedInfoNCE).parameters.keys()
@@ -372,20 +374,20 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(
     model: DualEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [[model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)]
-    monkeypatch.setattr(losses, "world_size", lambda: 3)
+    monkeypatch.setattr(probe, "world_size", lambda: 3)
     gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
-    monkeypatch.setattr(losses, "gather_states", lambda own, device: next(gathered))
-    probe = TextProbe.of(given[1], shared=True)
-    whole = TextProbe(probe.parts, shared=False).encode(model, given[1])
+    monkeypatch.setattr(probe, "gather_states", lambda own, device: next(gathered))
+    texts = TextProbe.of(given[1], shared=True)
+    whole = TextProbe(texts.parts, shared=False).encode(model, given[1])
     alone = [model.eval()(dict(given[1][i]))["sentence_embedding"] for i in range(2)]
     assert [len(x) for x in whole] == [7, 7]  # 3 of 5, 3 of 3, 1 of 1
     assert all(torch.allclose(w[3:6], a, atol=1e-6) for w, a in zip(whole, alone, strict=True))
     for ranks in (2, 3, 8):
-        monkeypatch.setattr(losses, "world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setattr(probe, "world_size", lambda ranks=ranks: ranks)
         shares = []
         for own in range(ranks):
-            monkeypatch.setattr(losses, "rank", lambda own=own: own)
-            shares.append(probe.encode(model, given[0]))
+            monkeypatch.setattr(probe, "rank", lambda own=own: own)
+            shares.append(texts.encode(model, given[0]))
         joined = [torch.cat(column) for column in zip(*shares, strict=True)]
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(joined, whole, strict=True))
 

@@ -30,6 +30,7 @@ def run(argv: Sequence[str]) -> int:
     set_seed(args.seed)  # before the model: fresh weights are part of the run
     model = config.load_model(model_args, device=str(args.device))
     about: Any = {"data_record": data.record(), "mining_data": mining_data}
+    about["guide"] = config.load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
     resume = str(args.resume_from_checkpoint or "")
     trainer.train(None if resume.lower() in ("", "false", "none") else resume)

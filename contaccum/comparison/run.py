@@ -31,7 +31,7 @@ from contaccum.evaluation.beir import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, redact, write_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training.config import load_data, load_mining_data_of, load_model, parse
+from contaccum.training.config import load_data, load_guide, load_mining_data_of, load_model, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
 from contaccum.version import __version__
@@ -126,6 +126,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
         evaluator = RetrievalEvaluator(first, [name.lower() for name in METRICS], evaluation["batch_size"], similarity)
     about: dict[str, Any] = {"data_record": data.record(), "mining_data": load_mining_data_of(data_args, args)}
+    about["guide"] = load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
     trainer.train()
     log = read_log(folder / TRAIN_LOG)

@@ -215,7 +215,7 @@ _DRAWN = (
     *("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age"),
     *("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage"),
     *("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged"),
-    *("embedding_spread", "peak_memory_mb"),
+    *("masked", "embedding_spread", "peak_memory_mb"),
 )
 
 

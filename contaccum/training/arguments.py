@@ -58,11 +58,14 @@ def refuse(rules: Mapping[str, Any]) -> None:
             raise ConfigError(message)
 
 
-def refuse_alone(settings: Any, needs: Mapping[str, str]) -> None:
-    """Refuse settings that are not at their default and do nothing without another, by {setting: the other}."""
+def refuse_alone(settings: Any, needs: Mapping[str, str], others: Any = None) -> None:
+    """Refuse settings that are not at their default and do nothing without another, by {setting: the other}.
+
+    The other is one of ``others``, by default of the same.
+    """
     for name, other in needs.items():
         value = getattr(settings, name)
-        if value != settings.__dataclass_fields__[name].default and not getattr(settings, other):
+        if value != settings.__dataclass_fields__[name].default and not getattr(others or settings, other):
             raise ConfigError(f"{name}={value} without {other}: it does nothing. Set {other}, or drop {name}")
 
 
@@ -83,6 +86,9 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     temperature: float | None = option(None, "Divides the scores. Default 0.05 with cos, 1.0 with dot.")
     normalize_by: str = option("local", "local: mean over the local rows. all: over bank rows too, as in the paper.")
     mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
+    false_negative_margin: float | None = option(None, "Leave out what scores above a positive by more than this.")
+    guide_margin: float = option(0.0, "Leave out what a guide scores above its score of the positive less this.")
+    guide_margin_strategy: str = option("absolute", "relative: a share of that score.", ("absolute", "relative"))
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)

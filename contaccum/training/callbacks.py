@@ -27,7 +27,10 @@ from contaccum.training.updates import forget_peak_memory, peak_memory_mb, rando
 logger = logging.getLogger(__name__)
 
 # Of an update's record, what transformers' logs and trackers get.
-_LOGGED = ("grad_norm_", "bank_", "drift_", "in_batch_mass", "embedding_spread", "columns", "pairs_per_", "peak_mem")
+_LOGGED = (
+    *("grad_norm_", "bank_", "drift_", "in_batch_mass", "embedding_spread"),
+    *("columns", "masked", "pairs_per_", "peak_mem"),
+)
 
 
 class UpdateCallback(TrainerCallback):
@@ -79,8 +82,9 @@ class UpdateCallback(TrainerCallback):
             "peak_memory_mb": peak_memory_mb(trainer.args.device),
         }
         for loss in losses[:1]:
-            record |= {"columns": int(loss.last["columns"]), "embedding_spread": float(loss.last["embedding_spread"])}
-            record |= {key: float(value) for key, value in loss.last.items() if key == "distill_loss"}
+            named = ("masked", "embedding_spread", "distill_loss")
+            record |= {key: float(value) for key, value in loss.last.items() if key in named}
+            record["columns"] = int(loss.last["columns"])
             record |= loss.info_nce.drift_record() if loss.info_nce is not None else {}
             for warning in self.collapse.observe(record):
                 logger.warning(warning)

@@ -33,6 +33,7 @@ class ModelArguments:
     """Which encoder to train."""
 
     model: str = option("", "A folder or hub name: a SentenceTransformer, or a transformers backbone.")
+    guide: str | None = option(None, "A SentenceTransformer that says which texts are no negatives; it stays as it is.")
     tied: bool = option(True, "One encoder for queries and passages, or two.")
     pooling: str | None = option(None, "For a backbone. Default: by architecture.", ("cls", "mean", "lasttoken"))
     normalize: bool = option(False, "For a backbone: scale embeddings to length 1.")
@@ -146,6 +147,7 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
             ),
         }
     )
+    refuse_alone(args, dict.fromkeys(("guide_margin", "guide_margin_strategy"), "guide"), model)
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
         args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
@@ -282,6 +284,14 @@ def _load_sentence_transformer(arguments: ModelArguments, place: dict[str, Any])
         if prompt is not None:
             model.prompts[role] = prompt
     return model
+
+
+def load_guide(arguments: ModelArguments, device: str | None = None) -> DualEncoder | None:
+    """The guide, where there is one; raises `UserError`."""
+    from contaccum.encoders import DualEncoder
+
+    name, trusted = arguments.guide, arguments.trust_remote_code
+    return DualEncoder.from_pretrained(name, device=device, trust_remote_code=trusted) if name else None
 
 
 def merge_saved(folder: str, arguments: ModelArguments) -> None:

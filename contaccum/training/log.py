@@ -75,6 +75,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
             "base": getattr(trainer.model.model_card_data, "base_model", None),
             "parameters": trainer.parameters,
             "adapters": describe(trainer.model),
+            "guide": trainer.guide and trainer.guide.name,
         },
         **({"evaluation": evaluator.describe()} if hasattr(evaluator, "describe") else {}),
         "arguments": trainer.given_arguments,

@@ -21,13 +21,16 @@ Columns = dict[str | None, list[str]]
 """Text columns in order, by the name of the set; None for a single one."""
 
 
-def make_loss(model: SentenceTransformer, args: ContAccumTrainingArguments) -> ContAccumLoss:
+def make_loss(
+    model: SentenceTransformer, args: ContAccumTrainingArguments, guide: SentenceTransformer | None = None
+) -> ContAccumLoss:
     """The loss that ``args.method`` names. A baseline's is the same without a bank, and so it has every other setting.
 
     It is then MultipleNegativesRankingLoss, or the cached one, to the last digits, but for masks and centring.
     """
     own = "dot" if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot") else "cos"
     settings = args.loss_settings(own)
+    settings["guide"] = guide
     settings["scale"] = 1.0 / settings.pop("temperature")
     settings["similarity_fct"] = cos_sim if settings.pop("similarity") == "cos" else dot_score
     if args.caches:

@@ -33,6 +33,7 @@ from contaccum.data.sampling import first_texts, samplings_of
 from contaccum.encoders import DualEncoder, is_tied, loading
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
+from contaccum.guide import Guide
 from contaccum.losses import ContAccumLoss
 from contaccum.training import checkpoint
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
@@ -57,6 +58,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         data_record: what ``run.json`` says of the data beside the rows, a ``fingerprint`` of the texts at least (None:
             computed); ``TrainingData.record()`` for instance.
         mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
+        guide: for the loss that ``args.method`` names: says which texts are no negatives; see :class:`ContAccumLoss`.
         Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a :class:`RetrievalEvaluator`.
 
     Unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded as a query and the
@@ -88,6 +90,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         *,
         data_record: Mapping[str, Any] | None = None,
         mining_data: MiningData | None = None,
+        guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
         args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
@@ -97,7 +100,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.samplings = samplings_of(train_dataset)
         columns = columns_by_set(train_dataset if train_dataset is not None else eval_dataset)
         take_roles(args, model, columns)
-        loss = make_loss(model, args) if loss is None else loss
+        loss = make_loss(model, args, guide) if loss is None else loss
         check_columns(args, loss, columns)
         settle_parameters(args, model, loss)
         # Of all, and of those that train; counted here, as ZeRO-3 leaves parameters empty.
@@ -131,6 +134,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
         for loss in self.loss.values() if isinstance(self.loss, dict) else [self.loss]:
             yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
+
+    @property
+    def guide(self) -> Guide | None:
+        """What says which texts are no negatives, if anything does."""
+        return next((loss.guide for loss in self.bank_losses() if loss.guide is not None), None)
 
     @property
     def engine(self) -> str | None:
@@ -311,6 +319,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         found |= {"pairs per update": args.total_train_batch_size, "rows": rows_of(self.train_dataset)}
         found |= {"trained parameters": self.trained_parameters, "engine": self.engine}
         found["adapters"] = describe(self.model)
+        found["size of the guide"] = self.guide and self.guide.model.get_embedding_dimension()
         if self.fingerprint() is not None:
             found["data fingerprint"] = self.fingerprint()
         if args.avoids_duplicates or args.own_batch_sampler or isinstance(self.train_dataset, dict):

@@ -25,8 +25,10 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, 
     assert not list(output.rglob("training_args.bin"))
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [json.loads(x)["update"] for x in (output / "train_log.jsonl").read_text().splitlines()] == [*range(1, 7)]
-    # What it trained, it trains again: now the folder is a SentenceTransformer.
-    assert train(tmp_path / "again", model=output) == 0
+    # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
+    assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
+    assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(str(output))
+    assert all(0 < json.loads(x)["masked"] <= 1 for x in (tmp_path / "again/train_log.jsonl").read_text().splitlines())
 
 
 def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):

@@ -22,7 +22,7 @@ def trainer_in() -> Maker:
         folder: Path, data: Any = 36, tied: bool = True, dropout: float = 0.0, model: Any = None, **settings: Any
     ) -> ContAccumTrainer:
         model = tiny_encoder(tied, dropout) if model is None else model
-        trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record")
+        trainer_names = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record", "guide")
         given = {name: settings.pop(name) for name in trainer_names if name in settings}
         settings = {
             "method": "contaccum",

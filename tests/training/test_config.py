@@ -67,6 +67,8 @@ NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="th
         ({**TWO, "multi_dataset_batch_sampler": "weights"}, "multi-dataset-batch-sampler: invalid choice"),
         ({"train_data": ["a", {"path": "b", "colums": {}}]}, "got 'colums'; did you mean 'columns'"),
         ({"eval_split": "test"}, "eval_split=test without eval_data"),
+        ({"guide_margin": 0.1}, "guide_margin=0.1 without guide"),
+        ({"false_negative_margin": -1}, "false_negative_margin must be at least 0"),
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
         ({**EVALUATED, "metric_for_best_model": "ndgc@10"}, "there is no metric 'ndgc@10'"),

@@ -14,7 +14,7 @@ from tiny_runs import RUN, SAVES, differing, log_of, pairs, state_of
 from torch import Tensor
 
 from contaccum import ContAccumTrainer
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, UserError
 from contaccum.training.arguments import BANK_METHODS
 from contaccum.training.log import RUN_RECORD
 
@@ -111,6 +111,36 @@ def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero
     steps = len(of_queries) // 2
     assert steps == 3 and trainer.loss.info_nce.centering.pairs == 12
     assert torch.stack(of_queries[:steps]).sum(0).abs().max() < 1e-6 < of_queries[0].abs().max()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_leaves_out_what_scores_too_high_and_logs_the_share(trainer_in, method, tmp_path):
+    steps, shares = 1 if method == "in_batch" else 3, []
+    for name, given in (
+        ("plain", {}),
+        ("margin", {"false_negative_margin": 0.0}),
+        ("guide", {"guide": tiny_encoder()}),
+    ):
+        trainer = trainer_in(tmp_path / name, method=method, gradient_accumulation_steps=steps, max_steps=2, **given)
+        trainer.train()
+        assert trainer.settings()["size of the guide"] == (16 if name == "guide" else None)
+        shares.append(log_of(tmp_path / name)[-1]["masked"])
+    assert shares[0] < min(shares[1:]) and max(shares) < 1
+
+
+def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(trainer_in, tiny_model_path, tmp_path):
+    given = {**RUN, **SAVES, "guide_margin": 0.01, "guide_margin_strategy": "relative"}
+    straight = trainer_in(tmp_path / "a", guide=tiny_encoder(), **given)
+    straight.train()
+    resumed = trainer_in(tmp_path / "b", guide=tiny_encoder(), **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+    assert differing(state_of(straight), state_of(resumed)) == []
+    assert any("bank.guide" in key for key in state_of(straight))
+    for other in (None, SentenceTransformer(tiny_model_path, device="cpu")):
+        with pytest.raises(UserError, match="size of the guide: 16 -> "):
+            trainer_in(tmp_path / "c", guide=other, **given).train(
+                resume_from_checkpoint=str(tmp_path / "a/checkpoint-5")
+            )
 
 
 def test_logged_loss_is_that_of_local_rows(trainer_in, tmp_path):

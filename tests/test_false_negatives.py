@@ -1,0 +1,147 @@
+"""Columns that score too far above a row's own positive are no negatives: by the student, or by a guide; in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dense_reference import History, errors, too_good
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from contaccum import BankedInfoNCE
+from contaccum.errors import ConfigError
+
+MARGIN = {"false_negative_margin": 0.1, "similarity": "cos", "temperature": 0.1}
+RULES: dict[str, dict[str, Any]] = {
+    "margin": {**MARGIN, "drift_compensation": "auto"},
+    "margin, dot, as published": {
+        "false_negative_margin": 2.0,
+        "temperature": 2.0,
+        "drift_compensation": "none",
+        "normalize_by": "all",
+    },
+    "guide": {"guide_margin": 0.05, "drift_compensation": "mean", "similarity": "cos", "temperature": 0.1},
+    "guide, relative": {"guide_margin": 0.1, "guide_margin_strategy": "relative", "drift_compensation": "none"},
+    "both": {**MARGIN, "guide_margin": -0.1, "bank_hard_negatives": False, "bank_weight": 0.5},
+    "both, passages alone": {**MARGIN, "guide_margin": 0.0, "query_bank_size": 0},
+}
+
+
+def draw(n: int, h: int, generator: torch.Generator, sizes: tuple[int, ...] = (8, 5)) -> list[list[Tensor]]:
+    """Embeddings of n pairs with h hard negatives, of each size; passages lie near their queries."""
+    found = []
+    for d in sizes:
+        queries = torch.randn(n, d, generator=generator, dtype=torch.float64)
+        passages, negatives = (torch.randn(n, *x, d, generator=generator, dtype=torch.float64) for x in ((), (h,)))
+        found.append([queries, passages + 0.5 * queries, *([negatives + 0.2 * queries[:, None]] if h else [])])
+    return found
+
+
+def leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize(("bank_size", "steps"), [(0, 8), (12, 24), (200, 48), (1000, 32)])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_micro_step_equals_the_dense_loss_with_what_was_decided_as_rows_and_columns_met(
+    rule: str, bank_size: int, steps: int
+) -> None:
+    """Over wraps, ids, hard negatives, ragged micro-batches, updates and drift; more than a hundredth is left out."""
+    generator = torch.Generator().manual_seed(bank_size)
+    settings = {k: x for k, x in RULES[rule].items() if bank_size or k != "query_bank_size"}
+    loss_fn = BankedInfoNCE(bank_size, **settings)
+    history, worst, shares = History(loss_fn), 0.0, []
+    for step in range(steps):
+        n, h = [4, 4, 3, 4, 1, 7, 30 if bank_size < 1000 else 250][step % 7], step % 3
+        if step % 3 == 2:
+            loss_fn.end_update()
+        inputs, seen = draw(n, h, generator)
+        guide = seen if "guide" in rule or "both" in rule else []
+        inputs = [x + 0.02 * step for x in inputs]
+        ids = [torch.randint(60, x.shape[:-1], generator=generator) for x in inputs]
+        named = dict(zip(("query_ids", "passage_ids", "negative_ids"), ids, strict=False))
+        ours, dense = leaves(inputs), leaves(inputs)
+        expected = history.dense(dense, ids, guide)
+        loss = loss_fn(*ours, **named, guide=guide)
+        loss.backward()
+        expected.backward()
+        worst = max(worst, *errors(loss, ours, expected, dense))
+        assert loss_fn.last["masked"].item() == pytest.approx(history.masked_share, abs=1e-6)
+        shares.append(history.masked_share)
+        if bank_size:
+            history.add(inputs, ids, guide)
+    assert worst <= 1e-12
+    assert loss_fn.bank is None or loss_fn.bank.pairs > bank_size
+    assert 0.01 < sum(shares) / len(shares) < 0.9
+
+
+@pytest.mark.parametrize("hard_negatives", [0, 2])
+@pytest.mark.parametrize("similarity", ["dot", "cos"])
+def test_accumulated_gradient_equals_the_full_batch_without_what_scores_above_the_margin(
+    similarity: str, hard_negatives: int
+) -> None:
+    n, parts, margin = 4, 8, 0.05
+    tensors, _ = draw(n * parts, hard_negatives, torch.Generator().manual_seed(1))
+    given: dict[str, Any] = {"temperature": 0.1, "similarity": similarity, "drift_compensation": "none"}
+    loss_fn = BankedInfoNCE(n * (parts - 1), false_negative_margin=margin, **given)
+    ours, dense = leaves(tensors), leaves(tensors)
+    for step in range(2 * parts):
+        start = step % parts * n
+        loss = loss_fn(*(x[start : start + n] for x in ours))
+        if step >= parts:
+            (loss / parts).backward()
+    rows, columns = dense[0], torch.cat([dense[1], *(x.flatten(0, 1) for x in dense[2:])])
+    if similarity == "cos":
+        rows, columns = normalize(rows, dim=-1), normalize(columns, dim=-1)
+    left_out = too_good(rows, columns, [*range(n * parts)], margin, "above")
+    scores = (rows @ columns.T).masked_fill(left_out, -torch.inf) / 0.1
+    cross_entropy(scores, torch.arange(n * parts)).backward()
+    assert 0.02 < left_out.double().mean() < 0.5
+    assert max((a.grad - b.grad).abs().max().item() for a, b in zip(ours, dense, strict=True)) <= 1e-10
+
+
+def test_a_row_whose_columns_are_all_too_good_costs_nothing_and_moves_nothing() -> None:
+    queries = torch.eye(4, dtype=torch.float64)
+    passages = -queries + 0.5  # every other passage scores above the own
+    loss_fn = BankedInfoNCE(bank_size=8, false_negative_margin=0.0, drift_compensation="none")
+    for _ in range(4):
+        inputs = leaves([queries, passages])
+        loss = loss_fn(*inputs, query_ids=torch.arange(4))
+        loss.backward()
+        assert loss.item() == 0.0 and all((x.grad == 0).all() for x in inputs)
+    assert loss_fn.last["masked"] == 1.0
+
+
+def test_a_state_with_a_guide_continues_bit_for_bit() -> None:
+    def run(loss_fn: BankedInfoNCE, steps: range) -> list[Tensor]:
+        found = []
+        for step in steps:
+            tensors, guide = draw(3, step % 2, torch.Generator().manual_seed(step))
+            inputs = leaves(tensors)
+            loss = loss_fn(*inputs, guide=guide)
+            loss.backward()
+            found += [loss.detach(), *(x.grad for x in inputs)]
+        return found
+
+    straight, resumed = (BankedInfoNCE(7, similarity="cos", temperature=0.1, guide_margin=0.1) for _ in range(2))
+    run(straight, range(6))
+    resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
+    found, again = ([*run(x, range(6, 12)), *x.state_dict().values()] for x in (straight, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert resumed.bank.guide.columns.shape == (7, 2, 5)
+
+
+def test_what_cannot_work_is_refused_in_one_line() -> None:
+    for settings in ({"false_negative_margin": -0.1}, {"guide_margin_strategy": "percentage"}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            BankedInfoNCE(**settings)
+    (queries, passages), guide = draw(3, 0, torch.Generator())
+    loss_fn = BankedInfoNCE(4)
+    with pytest.raises(ValueError, match="the guide must embed the same texts"):
+        loss_fn(queries, passages, guide=[guide[0], guide[1][:2]])
+    loss_fn(queries, passages, guide=guide)
+    for other in ([], [x[:, :4] for x in guide]):
+        with pytest.raises(ValueError, match="size 5"):
+            loss_fn(queries, passages, guide=other)
