@@ -39,15 +39,15 @@ class GradientCentering:
         if self._to_come < n:  # the next update begins, or nothing is known of any
             self.begin_update(self.pairs)
             self._to_come = max(self._to_come, n)
+        taken = n / max(self._to_come, 1)  # of what is left over; the update's last micro-batch takes all
         centred = list(gradients)
         for tower in (i for i, asked in enumerate(towers) if asked):
             rows = gradients[tower].flatten(0, -2)
             if len(rows) == self._to_come == 1 and tower not in self._left_over:
                 continue  # it would take itself out
             left_over = rows.sum(0) + self._left_over.get(tower, 0)
-            share = n / self._to_come / max(len(rows), 1)  # that a row takes over; the update's last ones take all
-            centred[tower] = gradients[tower] - left_over * share
-            self._left_over[tower] = left_over * (1 - n / self._to_come)
+            centred[tower] = gradients[tower] - left_over * (taken / max(len(rows), 1))
+            self._left_over[tower] = left_over * (1 - taken)
         self._to_come -= n
         return centred
 

@@ -66,15 +66,17 @@ class Pairs(NamedTuple):
         n, width, d = self.columns.shape
         own = queries @ self.columns.reshape(-1, d).T
         positive = own.view(n, n, width)[:, :, 0].diagonal()
-        mask = torch.zeros_like(own, dtype=torch.bool)
+        masks = []
         if self.named:
-            mask |= hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True)
+            masks.append(hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True))
         if self.margin is not None:
-            mask |= own > positive[:, None] + self.margin
+            masks.append(own > positive[:, None] + self.margin)
         if self.guide is not None:
-            mask |= self.guide.queries @ self.guide.columns.flatten(0, 1).T > self.guide.ceiling[:, None]
-        mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
-        own = own.masked_fill(mask, low(own.dtype))
+            masks.append(self.guide.queries @ self.guide.columns.flatten(0, 1).T > self.guide.ceiling[:, None])
+        if masks:
+            mask = torch.stack(masks).any(0)
+            mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
+            own = own.masked_fill(mask, low(own.dtype))
         none = own.new_zeros(n, 0)
         return Scores(own.view(n, n, width), positive, none, none, own.new_zeros(n, width, 0), own.new_zeros(0))
 

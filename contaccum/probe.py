@@ -5,6 +5,8 @@ It knows no loss: when a probe is due is decided in ``losses``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,18 @@ from contaccum.distributed import gather_states, rank, world_size
 from contaccum.features import first_rows
 
 PROBE_TEXTS = 8
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """For a while, a model in eval mode; each of its modules is then in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class TextProbe:
@@ -47,9 +61,7 @@ class TextProbe:
         first, end = (len(self.parts) * r // ranks for r in (own, own + 1))
         forward, device, found = model.forward, next(model.parameters()).device, []
         encode = forward.fn if isinstance(forward, ForwardDecorator) else model
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        with without_dropout(model):
             for column, present in enumerate(features[:2]):
                 embeddings = []
                 for part in self.parts[first : max(end, first + 1)]:  # FSDP's forwards are collectives: none skips them
@@ -58,9 +70,6 @@ class TextProbe:
                     with torch.no_grad():
                         embeddings.append(encode({**about, **stored})["sentence_embedding"].detach().clone())
                 found.append(torch.cat(embeddings)[: None if end > first else 0])
-        finally:
-            for module, training in modes:
-                module.training = training
         return found
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from contaccum.data.sampling import LABELS
 from contaccum.encoders import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
+from contaccum.probe import without_dropout
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 Columns = dict[str | None, list[str]]
@@ -105,17 +106,13 @@ def freeze_unused(model: SentenceTransformer) -> None:
     They would never move anyway. One text is encoded for each task, without dropout.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    modes = [(module, module.training) for module in model.modules()]
     used: set[str] = set()
-    model.eval()
     for task in ("query", "document"):
         features = model.preprocess(["a"], task=task)
         features = {key: x.to(model.device) if isinstance(x, Tensor) else x for key, x in features.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), without_dropout(model):
             embedding = model(features)["sentence_embedding"]
         gradients = torch.autograd.grad(embedding.sum(), list(parameters.values()), allow_unused=True)
         used |= {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
-    for module, training in modes:
-        module.training = training
     for name in parameters.keys() - used:
         parameters[name].requires_grad_(False)

@@ -115,9 +115,8 @@ class Updates:
         """Tell the loss how many pairs the update has; where there are several, each gets a part that nobody knows."""
         pairs = self._pairs_of(self.present.inputs[0]) * self.trainer.current_gradient_accumulation_steps
         for loss in [] if isinstance(self.trainer.loss, dict) else self.trainer.bank_losses():
-            shared = loss.settings["gather_across_devices"]
-            found = torch.tensor(pairs, device=self.trainer.args.device)
-            loss.begin_update(int(over_ranks("SUM", found)) if shared else pairs)
+            own = torch.tensor(pairs, device=self.trainer.args.device)
+            loss.begin_update(int(over_ranks("SUM", own)) if loss.settings["gather_across_devices"] else pairs)
 
     def _micro_steps(self, model: nn.Module, first: int) -> Tensor:
         """Micro-steps of the micro-batches from ``first`` on; the loss of the last one."""
