@@ -54,5 +54,5 @@ class GradientCentering:
 
 def towers_to_center(setting: str, aged: bool) -> tuple[bool, bool]:
     """Whether the gradients of queries and of passages are centred; ``aged``: with entries of an older encoder."""
-    both = setting == "both" or (setting == "auto" and aged)
-    return both or setting == "queries", both or setting == "passages"
+    passages = setting in ("both", "passages") or (setting == "auto" and aged)
+    return setting in ("both", "queries"), passages

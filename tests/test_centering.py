@@ -98,17 +98,19 @@ def test_an_update_that_ends_early_leaves_nothing_over_to_the_next() -> None:
     assert all(torch.equal(a, b) for x, y in zip(first[0], second[0], strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_auto_centres_both_towers_while_older_entries_are_in_use_and_no_baseline() -> None:
+def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline() -> None:
     for given, expected in (
         ({"bank_size": 64}, [False, True]),  # in the first update nothing is old
         ({"bank_size": 64, "drift_compensation": "mean"}, [False, False]),
-        ({"bank_size": 0}, [False, False]),
     ):
         found = updates(BankedInfoNCE(**given, pairs_per_update=2 * N), [N, N])
-        sums = [
-            torch.stack([torch.cat([towers(step)[t] for step in update]).sum(0) for t in (0, 1)]) for update in found
-        ]
-        assert [bool(x.abs().max() < 1e-14) for x in sums] == expected
+        for update, centred in zip(found, expected, strict=True):
+            queries, passages = (torch.cat([towers(step)[tower] for step in update]).sum(0) for tower in (0, 1))
+            assert bool(passages.abs().max() < 1e-14) == centred and queries.abs().max() > 1e-6
+    plain, auto = (
+        updates(BankedInfoNCE(0, center_gradients=x, pairs_per_update=2 * N), [N, N]) for x in ("none", "auto")
+    )
+    assert torch.equal(plain[1][1][0], auto[1][1][0])
 
 
 def test_an_unknown_setting_is_refused_by_its_name() -> None:
