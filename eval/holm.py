@@ -2,7 +2,8 @@
 
 Reads what `contaccum compare` left, a folder for each training data set: the report, and its runs' results, which hold
 the scores of queries. A pair is the difference of two entries on the report's first data set, by paired bootstrap over
-queries, scores averaged over the seeds that both have. Holm's correction is over all pairs of all reports.
+queries, scores averaged over the seeds that both have. Holm's correction is over all pairs of all reports. A table that
+was written before can stand for reports: its rows are taken as they are.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def compare(path: Path, pair: str, metric: str) -> dict[str, Any]:
     return row | paired_bootstrap(list(ours.values()), [theirs[query] for query in ours])
 
 
+def _rows(path: Path, pairs: list[str], metric: str) -> list[dict[str, Any]]:
+    """Those of a report, or of a table with the same metric."""
+    before = read_json(path)
+    if "rows" not in before:
+        return [compare(path, pair, metric) for pair in pairs]
+    if before["metric"] != metric:
+        raise ConfigError(f"{path}: its metric is {before['metric']}, not {metric}; give --metric")
+    return list(before["rows"])
+
+
 def _group(report: dict[str, Any], path: Path, given: str) -> str:
     """The group that is called so, or the only one of the entry that is."""
     found = [name for name, of in report["groups"].items() if given in (name, of["entry"])]
@@ -50,12 +61,12 @@ def _group(report: dict[str, Any], path: Path, given: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json", help="of `contaccum compare`")
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json", help="or an OUT.json of before")
     parser.add_argument("--pairs", nargs="+", required=True, metavar="ENTRY:ENTRY", help="the second is taken away")
     parser.add_argument("--metric", default="NDCG@10")
     parser.add_argument("--output", required=True, metavar="OUT", help="OUT.md and OUT.json are written")
     args = parser.parse_args()
-    rows = [compare(path, pair, args.metric) for path in args.reports for pair in args.pairs]
+    rows = [row for path in args.reports for row in _rows(path, args.pairs, args.metric)]
     add_holm(rows)
     command = shlex.join(["python", *sys.argv])
     header = ["training", "data", "entries", "means", "difference", "95% interval", "p", f"p (Holm of {len(rows)})"]
