@@ -66,9 +66,10 @@ class Distillation:
         )
         self.last: Tensor | None = None  # the term of the last call, before its weight
 
-    def __call__(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+    def __call__(self, embeddings: list[Tensor], labels: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """The weighted term of a micro-batch: queries, positives and hard negatives, (n, d) each, and its labels.
 
+        ``scale`` is that of now, where it is learned.
         Raises `ConfigError` where there are no hard negatives, or no scores in ``labels``; see :func:`split_labels`.
         """
         if len(embeddings) < 3:
@@ -82,7 +83,7 @@ class Distillation:
             )
         dtype = torch.promote_types(embeddings[0].dtype, torch.float32)
         columns = [x.to(dtype) if self.similarity == "dot" else normalize(x.to(dtype), dim=-1) for x in embeddings]
-        columns[0] = columns[0] * self.scale
+        columns[0] = columns[0] * (self.scale if scale is None else scale)
         term = self._loss.compute_loss_from_embeddings(columns, scores.to(columns[0]))
         self.last = term.detach()
         return self.weight * term

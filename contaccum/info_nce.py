@@ -13,24 +13,30 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
+from contaccum.autograd import HandOver
+from contaccum.banks import Banks
 from contaccum.centering import CENTERINGS, GradientCentering, towers_to_center
-from contaccum.distributed import from_first_rank, gather_batch, world_size
-from contaccum.drift import DRIFT_COMPENSATIONS, MOVES_ENTRIES, DriftProbe, RunningMean
+from contaccum.diagnostics import facts, masses
+from contaccum.directions import DIRECTIONS, Direction, in_order, meet, together
+from contaccum.distributed import from_first_rank, gather_batch, over_ranks, world_size
+from contaccum.drift import DRIFT_COMPENSATIONS, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
+from contaccum.hardness import HARDNESS_MODES, Hardness
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.optimizer_steps import StepWatch
-from contaccum.pairs import Guided, Ids, Pairs, PositivesTable, Scores, check_embeddings
+from contaccum.pairs import Guided, Ids, Pairs, PositivesTable, check_embeddings
 
 logger = logging.getLogger(__name__)
 
+MOST_SCALE = 100.0
+"""1 / temperature at most, where it is learned, as in CLIP."""
 _UNSEEN_PAIRS = 4096
 _UNSEEN = "call end_update() of the BankedInfoNCE after each; until then all entries count as those of an older encoder"
 
 
-class BankedInfoNCE(nn.Module):
+class BankedInfoNCE(Banks):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
 
     Rows are local and banked queries; columns are local and banked passages and hard negatives. Row i costs
@@ -55,6 +61,13 @@ class BankedInfoNCE(nn.Module):
         guide_margin, guide_margin_strategy: where a guide's embeddings come with a micro-batch, leave out columns whose
             cosine with a row, by the guide, is above that of its own positive less ``guide_margin`` (``"absolute"``),
             or less that share of it (``"relative"``): GISTEmbed's rule, arXiv 2402.16829.
+        hardness_mode, hardness_strength: ``"in_batch_negatives"``, ``"hard_negatives"`` (a row's own) or
+            ``"all_negatives"`` of ``query_to_doc`` have their similarity times the strength added to their logits, with
+            no gradient: arXiv 2503.04812 (9), 2509.20354 (5). None: none.
+        directions, partition_mode: of MultipleNegativesRankingLoss, each with a bank of its own; ``"joint"``: a pair's
+            row has one softmax over all of them; ``"per_direction"``: the mean of one loss for each.
+        learn_temperature: ``log_scale``, the logarithm of 1 / tau, is a parameter, as in CLIP, and 1 / tau at most 100.
+            Its gradient is that of local rows. Banked log-sums are of the tau that they were computed with.
         bank_hard_negatives: keep hard negatives in the bank as columns.
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower; ``"auto"`` also retires
             those that :meth:`observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
@@ -81,7 +94,7 @@ class BankedInfoNCE(nn.Module):
             rows and over bank rows in use), ``columns`` (per local row, before masks), ``masked`` (share of them that
             are left out, positives aside), ``bank_rows``, ``bank_fill`` (entries in use after it), ``enqueued`` (pairs
             that the bank took), ``embedding_spread`` (squared distance of local passages from their mean, over their
-            squared length); and what :meth:`drift_record` reads.
+            squared length), ``temperature`` where it is learned; and what :meth:`drift_record` reads.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -107,8 +120,12 @@ class BankedInfoNCE(nn.Module):
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: Literal["absolute", "relative"] = "absolute",
+        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
+        hardness_strength: float = 0.0,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: Literal["joint", "per_direction"] = "joint",
+        learn_temperature: bool = False,
     ) -> None:
-        super().__init__()
         check_bank_sizes(bank_size, query_bank_size)
         if not 0 < bank_weight < math.inf:
             raise ConfigError(f"bank_weight must be a positive number, got {bank_weight!r}")
@@ -117,22 +134,26 @@ class BankedInfoNCE(nn.Module):
         if false_negative_margin is not None and not false_negative_margin >= 0:
             raise ConfigError(f"false_negative_margin must be at least 0, got {false_negative_margin!r}")
         check_choice("guide_margin_strategy", guide_margin_strategy, ("absolute", "relative"))
+        if hardness_mode is not None:
+            check_choice("hardness_mode", hardness_mode, HARDNESS_MODES)
+        if not 0 <= hardness_strength < math.inf or (hardness_mode is not None and hardness_strength == 0):
+            raise ConfigError(f"hardness_strength must be above 0 with a hardness_mode, got {hardness_strength!r}")
         check_choice("similarity", similarity, ("dot", "cos"))
         check_choice("normalize_by", normalize_by, ("local", "all"))
         check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
         check_choice("center_gradients", center_gradients, CENTERINGS)
-        self.bank_size, self.query_bank_size = bank_size, query_bank_size
-        self.temperature, self.similarity, self.normalize_by = temperature, similarity, normalize_by
-        self.mask_duplicates, self.bank_hard_negatives = mask_duplicates, bank_hard_negatives
-        self.drift_compensation, self.bank_dtype = drift_compensation, bank_dtype
+        kept = bank_size, query_bank_size, bank_dtype, bank_hard_negatives, drift_compensation, temperature
+        super().__init__(*kept, in_order(directions, partition_mode), penalties=hardness_mode is not None)
+        self.similarity, self.normalize_by, self.mask_duplicates = similarity, normalize_by, mask_duplicates
         self.gather_across_devices, self.center_gradients = gather_across_devices, center_gradients
         self.centering, self.bank_weight = GradientCentering(pairs_per_update), bank_weight
         self.false_negative_margin = false_negative_margin
         self.guide_margin, self.guide_margin_strategy = guide_margin, guide_margin_strategy
-        self.bank: MemoryBank | None = None
-        self.passage_mean: RunningMean | None = None
-        self.query_mean: RunningMean | None = None
-        self.probe: DriftProbe | None = None
+        self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
+        self.partition_mode = partition_mode
+        if learn_temperature and temperature * MOST_SCALE < 1:
+            raise ConfigError(f"learn_temperature with temperature={temperature}: it must be {1 / MOST_SCALE} or more")
+        self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learn_temperature else None
         self.positives: PositivesTable | None = None
         self.steps = StepWatch()
         self._ended_at, self._warned = 0, False  # pairs seen when an update last ended
@@ -180,16 +201,21 @@ class BankedInfoNCE(nn.Module):
         with torch.autocast(queries.device.type, enabled=False):
             relative = self.guide_margin_strategy == "relative"
             seen = Guided.of([x.to(dtype) for x in guided], self.guide_margin, relative) if guided else None
-            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, enqueues)
+            log_scale = self._log_scale_now(learns)
+            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, log_scale, enqueues)
             gradients = self._gradients(step) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
         if not learns:
             return step.loss
+        gradients, of_scale = gradients[: len(inputs)], gradients[len(inputs) :]
         if ranks > 1:  # each computed the loss of the whole batch, and a reduction that averages follows
             gradients = [g[own] * ranks for g in gradients]
+        if self.log_scale is not None:  # which no reduction knows
+            inputs.append(self.log_scale)
+            gradients += [over_ranks("SUM", g) / world_size() for g in of_scale]
         parts = [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
-        return _HandOver.apply(step.loss.detach(), parts, *inputs)
+        return HandOver.apply(step.loss.detach(), parts, *inputs)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self.steps.stepped:  # which no state holds
@@ -198,87 +224,85 @@ class BankedInfoNCE(nn.Module):
 
     # The stages of a micro-step --------------------------------------------------------------------------------------
 
-    def _losses(self, leaves: list[Tensor], ids: Ids, guide: Guided | None, observe: bool) -> _MicroStep:
+    def _losses(
+        self, leaves: list[Tensor], ids: Ids, guide: Guided | None, log_scale: Tensor | None, observe: bool
+    ) -> _MicroStep:
         """Scores and row losses of queries (n, d), passages (n, d) and, if any, negatives (n, h, d)."""
         units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
         size = 0 if guide is None else guide.columns.shape[2]
-        bank = self._prepare_bank(columns.shape[2], columns.shape[1] - 1, columns, size)
+        bank = self.prepare(columns.shape[2], columns.shape[1] - 1, columns, size)
         means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
+        now: list[Tensor | None] = [None, None]
         if self.passage_mean is not None and self.query_mean is not None:
             if observe and self.probe is None:
-                towers = ((self.passage_mean, units[1]), (self.query_mean, queries))
+                towers = ((self.query_mean, queries), (self.passage_mean, units[1]))
                 means = [(mean, mean.after(x.detach())) for mean, x in towers]
             # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
             # its tower then, so a new one is what it is beside that of now.
-            columns = columns - (means[0][1][0] if means else self.passage_mean.mean)
-        margin = None if self.false_negative_margin is None else self.false_negative_margin / self.temperature
-        pairs = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())._replace(margin=margin, guide=guide)
+            now = [state[0] for _, state in means] or [self.query_mean.mean, self.passage_mean.mean]
+        temperature = self.temperature if log_scale is None else (-log_scale).exp()
+        still = temperature.detach() if isinstance(temperature, Tensor) else temperature
+        whole = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())._replace(
+            temperature=temperature,
+            margin=None if self.false_negative_margin is None else self.false_negative_margin / still,
+            guide=guide,
+            hardness=Hardness.of(self.hardness_mode, self.hardness_strength, still),
+        )
         weight = 1.0
-        if bank is None:
-            scores = pairs.scores(queries / self.temperature, self.positives)
-            bank_losses, bank_rows = queries.new_zeros(0), torch.zeros((), dtype=torch.int64, device=queries.device)
-        else:
+        if bank is not None:
             weight = self.bank_weight if self.bank_weight <= 1 else min(self.bank_weight / max(bank.in_use, 1), 1.0)
-            scores = bank.scores(pairs, self.positives, None if self.query_mean is None else self.query_mean.mean)
-            bank_losses, bank_rows = bank.row_losses(scores, math.log(weight))
-        log_sum = torch.cat([scores.own.flatten(1), scores.by_block + math.log(weight)], dim=1).logsumexp(1)
-        local_losses = log_sum - scores.positive
-        n, passages = len(queries), units[1].detach()
-        share = n + (weight * bank_rows.to(log_sum) if self.normalize_by == "all" else 0)
+        given = now, self.origins, self.positives, math.log(weight)
+        found = meet(self.directions, self.partition_mode, whole, self.banks, *given)
+        log_sums, positives = together(found, self.partition_mode), found[0].positives
+        local_losses, bank_losses = (x - y for x, y in zip(log_sums, positives, strict=True))
+        bank_rows = torch.zeros((), dtype=torch.int64, device=queries.device)
+        if bank is not None:
+            in_use = bank.absent[: len(bank_losses), 0] == 0
+            bank_losses, bank_rows = bank_losses * in_use, in_use.sum()
+        share = len(queries) + (weight * bank_rows.to(queries) if self.normalize_by == "all" else 0)
         loss = (local_losses.sum() + weight * bank_losses.sum()) / share
-        spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
-        in_use = queries.new_zeros(0, dtype=torch.bool) if bank is None else bank.absent[: bank.span].flatten() == 0
         self.last = {
             "local_loss": local_losses.detach().mean(),
             "bank_loss": bank_losses.detach().sum() / bank_rows.clamp_min(1),
-            "columns": n * columns.shape[1] + (0 if bank is None else bank.in_use * bank.columns.shape[1]),
-            "masked": scores.masked(in_use),
-            "bank_rows": bank.in_use if bank is not None and len(bank.queries) else 0,
-            "embedding_spread": spread if n > 1 else spread * math.nan,
+            **facts(found if self.partition_mode == "joint" else found[:1], bank, units[1].detach()),
+            **({} if log_scale is None else {"temperature": still}),
         }
-        return _MicroStep(leaves, pairs, scores, log_sum, share, loss, means)
+        return _MicroStep(leaves, log_scale, [queries, columns], found, log_sums[0], share, loss, means)
+
+    def _log_scale_now(self, learns: bool) -> Tensor | None:
+        """That of the scores, to take a gradient of; CLIP's bound keeps it from running away."""
+        if self.log_scale is None:
+            return None
+        if self.training:
+            with torch.no_grad():
+                self.log_scale.clamp_(max=math.log(MOST_SCALE))
+        return self.log_scale.detach().requires_grad_(learns)
 
     def _gradients(self, step: _MicroStep) -> list[Tensor]:
         """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
-        bank, middle = self.bank, [step.pairs.queries, step.pairs.columns]
-        wanted = middle if bank is None else [*middle, step.scores.of_columns]
-        queries, columns, *weights = torch.autograd.grad(step.loss, wanted)
+        bank, base = self.bank, step.found[0]
+        wanted = [*step.middle, *([] if step.log_scale is None else [step.log_scale])]
+        wanted += [] if bank is None else [base.scores.of_columns]
+        queries, columns, *others = torch.autograd.grad(step.loss, wanted)
         if bank is not None:
-            self.last |= self._masses(step, bank, weights[0].sum(0) * step.share)
+            self.last |= masses(base, step.log_sum, bank, others.pop().sum(0) * step.share)
         aged = bank is not None and self.drift_compensation == "auto" and bank.aged > 0
         found = self.centering([queries, columns], towers_to_center(self.center_gradients, aged))
-        return list(torch.autograd.grad(middle, step.leaves, found))
-
-    @torch.no_grad()
-    def _masses(self, step: _MicroStep, bank: MemoryBank, weights: Tensor) -> dict[str, Tensor]:
-        """Where the local rows' softmax lies, of which ``weights`` (m (1 + h),) are on the bank's columns.
-
-        Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
-        """
-        n, oldest_first = len(step.log_sum), torch.arange(bank.first, bank.pairs, device=weights.device)
-        on_passages = weights.view(bank.span, -1)[oldest_first % bank.slots, 0]
-        aged, fresh = on_passages[: bank.aged].sum(), on_passages[bank.aged :].sum()
-        local = (step.scores.own[:, :, 0] - step.log_sum[:, None]).exp()
-        in_batch = local.sum() - local.diagonal().sum()
-        of_fresh = (in_batch + fresh) / (n - 1 + bank.in_use - bank.aged)
-        return {
-            "bank_mass": (aged + fresh) / n,
-            "bank_mass_aged": aged / bank.aged / of_fresh,
-            "in_batch_mass": in_batch / n,
-        }
+        return [*torch.autograd.grad(step.middle, step.leaves, found), *others]
 
     @torch.no_grad()
     def _enqueue(self, step: _MicroStep, bank: MemoryBank) -> Tensor:
-        """Let the micro-batch into the bank; returns how many pairs of it the bank took."""
-        finite = (step.loss + bank.greatest(step.pairs)).isfinite()
+        """Let the micro-batch into the banks; returns how many pairs of it they took."""
+        finite = (step.loss + bank.greatest(step.found[0].pairs)).isfinite()
         for mean, state in step.means:
             mean.set(state, finite)
-        origin = None if self.query_mean is None else self.query_mean.mean
-        bank.append(step.pairs, step.scores, finite, origin)
-        if origin is not None and self.probe is None and bank.pairs <= PAIRS_PER_ORIGIN:
-            bank.origins.copy_(origin.expand_as(bank.origins))  # of few pairs a mean moves by chance
-        return finite * len(step.pairs.queries)
+        for (name, one), direction in zip(self.banks.items(), step.found, strict=True):
+            origin = self.origins[DIRECTIONS[name][0]]
+            one.append(direction.pairs, direction.scores, finite, origin)
+            if origin is not None and self.probe is None and one.pairs <= PAIRS_PER_ORIGIN:
+                one.origins.copy_(origin.expand_as(one.origins))  # of few pairs a mean moves by chance
+        return finite * len(step.middle[0])
 
     # What a training loop says ---------------------------------------------------------------------------------------
 
@@ -295,9 +319,10 @@ class BankedInfoNCE(nn.Module):
         self.centering.begin_update(self.centering.pairs)
         if self.bank is not None:
             self._ended_at = self.bank.pairs
-            self.bank.end_update()
+        for bank in self.banks.values():
+            bank.end_update()
             if self.drift_compensation == "fresh":
-                self.bank.retire_all()
+                bank.retire_all()
 
     def _notice_update(self) -> None:
         """End the update that an optimizer has ended by now, unless that was said."""
@@ -310,7 +335,8 @@ class BankedInfoNCE(nn.Module):
             if not self._warned:
                 logger.warning(f"no update was seen in {bank.pairs:,} pairs: {_UNSEEN}")
             self._warned = True
-            bank.encoder_moved()  # as far as anybody knows
+            for one in self.banks.values():
+                one.encoder_moved()  # as far as anybody knows
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
@@ -329,7 +355,7 @@ class BankedInfoNCE(nn.Module):
         if self.similarity == "cos":
             fresh = [normalize(x, dim=-1) for x in fresh]
         self._notice_update()
-        bank = self._prepare_bank(queries.shape[1], 0, fresh[0])
+        bank = self.prepare(queries.shape[1], 0, fresh[0])
         if bank is None:
             return
         if self.probe is None:
@@ -339,10 +365,14 @@ class BankedInfoNCE(nn.Module):
             self.query_mean.mean += shift[0]
             self.passage_mean.mean += shift[1]
         if self.drift_compensation == "auto":
-            limit = int(min(self.probe.age_limit(self.probe.residuals()[:, 1]), self.bank_size))
+            towers = {DIRECTIONS[name][1] for name in self.directions}
+            limits = [self.probe.age_limit(self.probe.residuals()[:, tower]) for tower in towers]
+            limit = int(min(*limits, self.bank_size))
             # The same on all ranks already, unless their devices round differently.
-            bank.limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
-            bank.encoder_moved()
+            limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
+            for one in self.banks.values():
+                one.limit = limit
+                one.encoder_moved()
 
     def drift_record(self) -> dict[str, float]:
         """What is known about the age of the bank, for a log line: reads the device.
@@ -357,75 +387,20 @@ class BankedInfoNCE(nn.Module):
         record = {"bank_age": self.bank.age} | {key: x for key, x in masses.items() if math.isfinite(x)}
         return record | (self.probe.record(self.bank.age) if self.probe is not None else {})
 
-    # The bank's making -----------------------------------------------------------------------------------------------
-
     @property
     def _shared(self) -> bool:
         """Whether all ranks hold one and the same bank."""
         return self.gather_across_devices and world_size() > 1
-
-    def _prepare_bank(self, dim: int, negatives: int, like: Tensor, guide: int | None = None) -> MemoryBank | None:
-        """Make the bank, or fit it to what comes; None for plain InfoNCE."""
-        if not self.bank_size:
-            return None
-        negatives = negatives if self.bank_hard_negatives else 0
-        bank = self.bank or self._make_bank(dim, negatives, self.bank_dtype or like.dtype, like.dtype, like.device)
-        if bank.absent.device != like.device:
-            self.to(like.device)  # the model moved, or a state was loaded elsewhere
-        bank.fit(dim, negatives, guide)
-        return bank
-
-    def _make_bank(
-        self, dim: int, negatives: int, dtype: torch.dtype, score_dtype: torch.dtype, device: torch.device
-    ) -> MemoryBank:
-        self.bank = MemoryBank(
-            self.bank_size, dim, negatives, dtype, self.query_bank_size, device, self.temperature, score_dtype
-        )
-        if self.drift_compensation in MOVES_ENTRIES:
-            self.passage_mean = RunningMean(dim, score_dtype, device)
-            self.query_mean = RunningMean(dim, score_dtype, device)
-        return self.bank
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # The bank is made by the first call; a state that holds one makes it here instead.
-        state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        if "bank.passages" in state:
-            raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
-        if "bank.columns" in state:
-            columns = state["bank.columns"]
-            there = int(state["bank._extra_state"][0]), len(state["bank.queries"]) > 0, "passage_mean.mean" in state
-            if there != (self.bank_size, self.query_bank_size != 0, self.drift_compensation in MOVES_ENTRIES):
-                raise ConfigError("this state is of another bank_size, query_bank_size or drift_compensation")
-            device = columns.device if self.bank is None else self.bank.absent.device
-            score_dtype, guide = state["bank.positive"].dtype, state.get("bank.guide.columns")
-            bank = self._make_bank(columns.shape[2], columns.shape[1] - 1, columns.dtype, score_dtype, device)
-            bank.fit(columns.shape[2], columns.shape[1] - 1, None if guide is None else guide.shape[2])
-            probe = state.get("probe.embeddings")
-            self.probe = None if probe is None else DriftProbe(probe.shape[2:], self.bank_size, probe.dtype, device)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class _MicroStep(NamedTuple):
     """What the loss of a micro-batch is made of."""
 
     leaves: list[Tensor]  # what gradients are taken of
-    pairs: Pairs
-    scores: Scores
+    log_scale: Tensor | None  # and this, where it is learned
+    middle: list[Tensor]  # queries (n, d); passages and hard negatives (n, 1 + h, d), as they are compared
+    found: list[Direction]
     log_sum: Tensor  # (n,) of local rows, over all columns
     share: Tensor | int  # what the sum of row losses is divided by
     loss: Tensor
     means: list[tuple[RunningMean, tuple[Tensor, ...]]]  # and what they will be, where they follow micro-batches
-
-
-class _HandOver(torch.autograd.Function):
-    """Gradients known in forward: the bank is written in place before backward, which would find other numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)

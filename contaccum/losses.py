@@ -64,8 +64,9 @@ class ContAccumLoss(nn.Module):
         a teacher's scores of positive and negatives, (n, 1 + negatives).
 
     Relations:
-        - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, and
-          is what ``eval_loss`` is: in eval mode the loss is that of the batch alone.
+        - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, with
+          its ``directions``, ``partition_mode`` and hardness too, and is what ``eval_loss`` is: in eval mode the loss
+          is that of the batch alone.
         - :class:`GISTEmbedLoss` is, with a ``guide``, and neither anchors nor positives contrasted among themselves.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
@@ -115,6 +116,7 @@ class ContAccumLoss(nn.Module):
             similarity = self.settings["similarity"]
             self.distillation = Distillation(distill, distill_weight, distill_temperature, similarity, scale)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
+        self.log_scale = self._without_bank.log_scale  # one for all sizes, in training and evaluation
         self.guide = None if guide is None else Guide(model, guide)
         self._guided: list[Tensor] | None = None  # its embeddings of the present micro-batch
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
@@ -163,7 +165,8 @@ class ContAccumLoss(nn.Module):
         seen = [*columns[:2], *guided]
         loss = loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids, seen)
         if self.distillation is not None and self.training:
-            loss = loss + self.distillation(embeddings, labels)
+            scale = None if self.log_scale is None else self.log_scale.exp()
+            loss = loss + self.distillation(embeddings, labels, scale)
         return loss
 
     @property
@@ -337,7 +340,7 @@ class ContAccumLoss(nn.Module):
     def _of_size(self, size: int) -> BankedInfoNCE:
         if str(size) not in self.info_nces:
             self.info_nces[str(size)] = loss_fn = BankedInfoNCE(**self.settings)
-            loss_fn.positives = self._positives
+            loss_fn.positives, loss_fn.log_scale = self._positives, self.log_scale
             if self._pairs_in_update is not None:
                 loss_fn.begin_update(self._pairs_in_update)
             self._observe(size, loss_fn)
@@ -389,17 +392,25 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
             raise ConfigError(f"mini_batch_num_tokens must be at least 1, got {mini_batch_num_tokens}")
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
+        self._of_scale: list[Tensor] = []  # gradients of log_scale, one of each size of a MatryoshkaLoss
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch of tokenised columns; as in :class:`ContAccumLoss`."""
         features = list(sentence_features)
         given: Any = labels, self._look_at(features, labels), self._ask_guide(features, self.mini_batch_size)
-        return self.forward_cached(features, given)
+        self._of_scale.clear()
+        loss = self.forward_cached(features, given)
+        if self.log_scale is None or not self._of_scale:
+            return loss
+        # What is cached are gradients of embeddings; that of the scale goes by the loss, which an outer loss may weigh.
+        return loss + (self.log_scale - self.log_scale.detach()) * torch.stack(self._of_scale).sum()
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
         """The loss of a batch that is encoded, a list of mini-batches for each column; ``labels``: labels, ids, and a
         guide's embeddings."""
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], *(labels or ()))
+        if with_backward and self.log_scale is not None:
+            self._of_scale += torch.autograd.grad(loss, self.log_scale, retain_graph=True)
         if with_backward:
-            loss.backward()
+            loss.backward(inputs=[x for column in reps for x in column])
         return loss.detach()

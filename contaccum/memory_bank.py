@@ -12,17 +12,15 @@ Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m row
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from contaccum.autograd import Product
 from contaccum.errors import ConfigError
 from contaccum.pairs import NO_ID, Guided, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
 
 PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
-_PRODUCT_ROWS = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
 
 
 class MemoryBank(nn.Module):
@@ -52,6 +50,7 @@ class MemoryBank(nn.Module):
     log_sums: Tensor  # (blocks, m), logsumexp of each row over the negatives in the columns of each block
     log_sum: Tensor  # (m,), and over all of them
     positive: Tensor  # (m,), score of each row's own passage
+    own_sum: Tensor  # (m,) with penalties, which log-sums are without then: that of a row's own hard negatives
     origins: Tensor  # (m / note, d), where the mean of the query tower was when rows came
 
     def __init__(
@@ -64,6 +63,7 @@ class MemoryBank(nn.Module):
         device: torch.device | str | None = None,
         temperature: float = 1.0,
         score_dtype: torch.dtype | None = None,
+        penalties: bool = False,
     ) -> None:
         super().__init__()
         check_bank_sizes(bank_size, query_bank_size, least=1)
@@ -86,6 +86,9 @@ class MemoryBank(nn.Module):
         buffer("log_sums", self.low, blocks, rows)
         buffer("log_sum", self.low, rows)
         buffer("positive", 0, rows)
+        self._penalties = penalties
+        if penalties:
+            buffer("own_sum", self.low, rows)
         buffer("origins", 0, rows // self.note, dim)
         self.guide: _GuideRing | None = None
         self.pairs = self.first = 0  # seen since the start, and the oldest of them in use, which only rises
@@ -144,17 +147,23 @@ class MemoryBank(nn.Module):
             row_mask = hidden(pairs.ids.flatten(1), self.ids[:, : len(rows), 0], positives, local_rows=False)
         if origin is not None and len(rows):
             moved = origin - self.origins[: m // self.note]
-        queries, columns = pairs.queries / self.temperature, pairs.columns.flatten(0, 1) / self.temperature
+        queries, columns = pairs.queries / pairs.temperature, pairs.columns.flatten(0, 1) / pairs.still_temperature
         absent, local = self.absent[:m].flatten(), pairs.scores(queries, positives)
         if pairs.margin is not None:
-            column_ceiling = local.positive.detach()[:, None] + pairs.margin
-            row_ceiling = self.positive[: len(rows)] + pairs.margin
+            known = (
+                (local.positive.detach(), self.positive[: len(rows)]) if pairs.positives is None else pairs.positives
+            )
+            column_ceiling, row_ceiling = known[0][:, None] + pairs.margin, known[1] + pairs.margin
         if pairs.guide is not None and self.guide is not None:
             by_rows, by_columns = self.guide.rejected(pairs.guide, m)
             column_mask = by_rows if column_mask is None else column_mask | by_rows
             row_mask = by_columns if row_mask is None else row_mask | by_columns
-        of_columns = _Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, column_ceiling, None)
-        of_rows = _Product.apply(columns, rows, absent.new_zeros(()), row_mask, row_ceiling, moved)
+        if (hardness := pairs.hardness) is not None:
+            queries, columns = hardness.penalised(queries), hardness.penalised(columns)
+            if column_ceiling is not None and row_ceiling is not None:
+                column_ceiling, row_ceiling = hardness.penalised(column_ceiling), hardness.penalised(row_ceiling)
+        of_columns = Product.apply(queries, self.columns[:m].flatten(0, 1), absent, column_mask, column_ceiling, None)
+        of_rows = Product.apply(columns, rows, absent.new_zeros(()), row_mask, row_ceiling, moved)
         return local._replace(
             of_columns=of_columns,
             by_block=of_columns.view(n, m // self.block, -1).logsumexp(2),
@@ -162,15 +171,27 @@ class MemoryBank(nn.Module):
             on_rows=of_rows.logsumexp(0),
         )
 
-    def row_losses(self, scores: Scores, log_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Losses of the banked rows, (m,), 0 where a row is not in use; and how many are, a scalar.
+    def row_sums(self, pairs: Pairs, scores: Scores, log_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Of the banked rows, in use or not: their logsumexp over all columns, (m,), and their positives' scores, (m,).
 
         A banked negative counts ``exp(log_weight)`` times; a row's own positive and local columns once.
         """
         m = len(scores.on_rows)
-        positive, in_use = self.positive[:m], self.absent[:m, 0] == 0
-        banked = torch.logaddexp(positive, self.log_sum[:m] + log_weight)
-        return (torch.logaddexp(banked, scores.on_rows) - positive) * in_use, in_use.sum()
+        positive, log_sum = self.positive[:m], self.log_sum[:m]
+        if (hardness := pairs.hardness) is not None:
+            of_mean = self.of_mean(pairs)
+            log_sum = torch.logaddexp(log_sum, self.own_sum[:m] + hardness.off_own(of_mean))
+            positive = positive - hardness.off(of_mean)
+        banked = log_sum + log_weight if pairs.alike else torch.logaddexp(positive, log_sum + log_weight)
+        return torch.logaddexp(banked, scores.on_rows), positive
+
+    def of_mean(self, pairs: Pairs) -> Tensor:
+        """What the mean that columns of a micro-batch are relative to adds to all scores of the banked rows, (m,)."""
+        rows = self.queries[: self.span]
+        if pairs.mean is None:
+            return self.positive.new_zeros(len(rows))
+        mean = pairs.mean[None] / pairs.still_temperature
+        return Product.apply(mean, rows, mean.new_zeros(()), None, None, None)[0]
 
     # Entries come and go ---------------------------------------------------------------------------------------------
 
@@ -218,6 +239,7 @@ class MemoryBank(nn.Module):
         columns = passages[:, None] if negatives is None else torch.cat([passages[:, None], negatives], dim=1)
         self.fit(queries.shape[1], columns.shape[1] - 1, 0)
         pairs = Pairs.of(queries.to(self.positive), columns.to(self.positive), ids)
+        pairs = pairs._replace(temperature=self.temperature)
         self.append(pairs, self.scores(pairs), self.greatest(pairs).isfinite())
 
     def greatest(self, pairs: Pairs) -> Tensor:
@@ -238,6 +260,10 @@ class MemoryBank(nn.Module):
         forgotten = self._forget(max(self.first, self.block * max(overwritten, past_limit)))
         runs = list(self._runs(max(self.first, self.pairs), end))
         sums = self._extend_sums(scores, runs, forgotten, finite) if len(self.queries) else None
+        own_sum = None
+        if pairs.hardness is not None:
+            off = pairs.hardness.off_own(pairs.of_mean(pairs.queries / pairs.temperature))
+            own_sum = torch.where(finite, self._sum_own(scores) - off, self.low)
         width = min(pairs.columns.shape[1], self.columns.shape[1])
         columns, queries, positive = (
             torch.where(finite, x, 0) for x in (pairs.columns, pairs.queries, scores.positive)
@@ -253,6 +279,8 @@ class MemoryBank(nn.Module):
             if sums is not None:
                 self.queries[slots], self.positive[slots] = queries[at].to(self.queries), positive[at]
                 self.log_sums[:, slots], self.log_sum[slots] = sums[:, at], sums[:, at].logsumexp(0)
+                if own_sum is not None:
+                    self.own_sum[slots] = own_sum[at]
                 if origin is not None:
                     self.origins[-(-slots.start // self.note) : -(-slots.stop // self.note)] = origin
         self.pairs = end
@@ -263,7 +291,7 @@ class MemoryBank(nn.Module):
         """Add new columns to the sums of old rows; returns (blocks, n), the sums of the new rows."""
         (n, width), m = scores.of_rows.shape[:2], self.span
         room, own = min(width, self.columns.shape[1]), scores.own.clone()
-        own[:, :, 0].fill_diagonal_(self.low)
+        (own if self._penalties else own[:, :, :1]).diagonal(dim1=0, dim2=1).fill_(self.low)
         sums = self.log_sums.new_full((len(self.log_sums), n), self.low)
         sums[: m // self.block] = scores.by_block.T
         for blocks in forgotten:
@@ -279,6 +307,11 @@ class MemoryBank(nn.Module):
             for stored, more in ((self.log_sums[blocks, :m], old), (self.log_sum[:m], old.logsumexp(0))):
                 torch.logaddexp(stored, more, out=stored)
         return torch.where(finite, sums, self.low)
+
+    def _sum_own(self, scores: Scores) -> Tensor:
+        """(n,): sums of the new rows over those of their own hard negatives that there is room for."""
+        own = scores.own.diagonal(dim1=0, dim2=1)[1 : self.columns.shape[1]]
+        return own.logsumexp(0).clamp_min(self.low)
 
     def _runs(self, first: int, end: int) -> Iterator[tuple[slice, slice, slice]]:
         """Blocks, slots and rows of the micro-batch of pairs ``first`` to ``end``: whole blocks in a row, or in one."""
@@ -349,8 +382,8 @@ class _GuideRing(nn.Module):
         """Which of the first m banked columns are no negatives of local rows, bool (n, m (1 + h)); and which local
         columns are none of banked rows, bool (n (1 + h), m)."""
         none = local.ceiling.new_zeros(())
-        for_rows = _Product.apply(local.queries, self.columns[:m].flatten(0, 1), none, None, None, None)
-        for_banked = _Product.apply(local.columns.flatten(0, 1), self.queries[:m], none, None, None, None)
+        for_rows = Product.apply(local.queries, self.columns[:m].flatten(0, 1), none, None, None, None)
+        for_banked = Product.apply(local.columns.flatten(0, 1), self.queries[:m], none, None, None, None)
         return for_rows > local.ceiling[:, None], for_banked > self.ceiling[:m]
 
     def put(self, local: Guided, at: slice, slots: slice, width: int) -> None:
@@ -358,44 +391,6 @@ class _GuideRing(nn.Module):
         self.columns[slots, :width] = local.columns[at, :width].to(self.columns)
         if len(self.queries):
             self.queries[slots], self.ceiling[slots] = local.queries[at].to(self.queries), local.ceiling[at]
-
-
-class _Product(torch.autograd.Function):
-    """Scores (k, r) of ``x`` (k, d) against stored rows (r, d) of any dtype, which take no gradient.
-
-    ``absent`` (r,) is added, and what ``mask`` (k, r) hides or is above ``ceiling`` (k, 1) or (r,) is vanishingly low:
-    its softmax is 0, and so is its gradient. For the gradient of ``x`` alone, every so many rows have ``moved`` by one
-    of these vectors.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        stored: Tensor,
-        absent: Tensor,
-        mask: Tensor | None,
-        ceiling: Tensor | None,
-        moved: Tensor | None,
-    ) -> Tensor:
-        ctx.stored, ctx.moved = stored, moved
-        scores = x.new_empty(len(x), len(stored))
-        parts = [y.split(_PRODUCT_ROWS, dim=-1) for y in (stored.T, absent.expand(len(stored)), scores)]
-        for part, bias, place in zip(*parts, strict=True):
-            torch.addmm(bias, x, part.to(x.dtype), out=place)
-        if ceiling is not None:
-            mask = scores > ceiling if mask is None else mask | (scores > ceiling)
-        return scores if mask is None else scores.masked_fill_(mask, low(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
-        total = weights.new_zeros(len(weights), ctx.stored.shape[1])
-        for part, share in zip(ctx.stored.split(_PRODUCT_ROWS), weights.split(_PRODUCT_ROWS, dim=1), strict=True):
-            total.addmm_(share, part.to(weights.dtype))
-        if ctx.moved is not None:
-            total.addmm_(weights.view(len(weights), len(ctx.moved), -1).sum(2), ctx.moved)
-        return total, None, None, None, None, None
 
 
 def _ring(begin: int, end: int, size: int) -> list[slice]:

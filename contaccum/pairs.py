@@ -8,11 +8,14 @@ h hard negatives per query, d the embedding size, g that of the guide.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+
+from contaccum.hardness import Hardness
 
 NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
@@ -49,8 +52,13 @@ class Pairs(NamedTuple):
     columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
     ids: Tensor  # int64 (2, n, 1 + h): of the query that a passage came with (NO_ID at hard negatives), and its own
     named: bool  # False: no ids came, so that nothing of these pairs is masked by them
-    margin: float | None = None  # over the temperature: what scores that far above a row's positive is masked
+    temperature: float | Tensor = 1.0
+    margin: float | Tensor | None = None  # over the temperature: what scores that far above a row's positive is masked
     guide: Guided | None = None
+    hardness: Hardness | None = None
+    mean: Tensor | None = None  # (d,), what columns are relative to, where the loss asks for it
+    alike: bool = False  # rows and columns are of one tower: a pair's own columns are none of its row's
+    positives: tuple[Tensor, Tensor] | None = None  # scores of local and banked rows that the margin counts from
 
     @classmethod
     def of(cls, queries: Tensor, columns: Tensor, given: Ids) -> Pairs:
@@ -61,6 +69,15 @@ class Pairs(NamedTuple):
                 place.copy_(value)
         return cls(queries, columns, ids, any(value is not None for value in given))
 
+    @property
+    def still_temperature(self) -> float | Tensor:
+        """The temperature, with no gradient."""
+        return self.temperature.detach() if isinstance(self.temperature, Tensor) else self.temperature
+
+    def of_mean(self, queries: Tensor) -> Tensor:
+        """What the mean adds to all scores of a row, (n,), of queries (n, d) over the temperature."""
+        return queries.new_zeros(len(queries)) if self.mean is None else queries @ self.mean
+
     def scores(self, queries: Tensor, positives: PositivesTable | None = None) -> Scores:
         """All scores of a micro-batch where there is no bank, with its queries (n, d) over the temperature."""
         n, width, d = self.columns.shape
@@ -70,19 +87,27 @@ class Pairs(NamedTuple):
         if self.named:
             masks.append(hidden(self.ids[:, :, 0], self.ids.flatten(1), positives, local_rows=True))
         if self.margin is not None:
-            masks.append(own > positive[:, None] + self.margin)
+            masks.append(own > (positive if self.positives is None else self.positives[0])[:, None] + self.margin)
         if self.guide is not None:
             masks.append(self.guide.queries @ self.guide.columns.flatten(0, 1).T > self.guide.ceiling[:, None])
+        if self.hardness is not None:
+            own = self.hardness.of_local(own, self.of_mean(queries))
+        if self.alike:
+            masks.append(torch.eye(n, dtype=torch.bool, device=own.device).repeat_interleave(width, 1))
         if masks:
             mask = torch.stack(masks).any(0)
-            mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
+            if not self.alike:
+                mask.view(n, n, width)[:, :, 0].fill_diagonal_(False)
             own = own.masked_fill(mask, low(own.dtype))
         none = own.new_zeros(n, 0)
         return Scores(own.view(n, n, width), positive, none, none, own.new_zeros(n, width, 0), own.new_zeros(0))
 
 
 class Scores(NamedTuple):
-    """Similarities over the temperature, masked ones vanishingly low; differentiable with respect to the pairs."""
+    """Similarities over the temperature, masked ones vanishingly low; differentiable with respect to the pairs.
+
+    With a :class:`Hardness` they have its penalties, ``positive`` aside, and each row is lower by :meth:`Hardness.off`.
+    """
 
     own: Tensor  # (n, n, 1 + h) local queries against local columns
     positive: Tensor  # (n,) of each local query and its passage
@@ -110,6 +135,12 @@ class PositivesTable:
         known = (query_ids != NO_ID) & (passage_ids != NO_ID)
         query_ids, passage_ids = query_ids[known].long(), passage_ids[known].long()
         self.of_queries, self.of_passages = _Lists(query_ids, passage_ids), _Lists(passage_ids, query_ids)
+
+    def swapped(self) -> PositivesTable:
+        """The same, with passages for rows."""
+        other = copy.copy(self)
+        other.of_queries, other.of_passages = self.of_passages, self.of_queries
+        return other
 
 
 class _Lists:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from contaccum import BankedInfoNCE
+
+TOWERS = {"query_to_doc": (0, 1), "query_to_query": (0, 0), "doc_to_query": (1, 0), "doc_to_doc": (1, 1)}
 
 
 def dense_loss(
@@ -22,7 +24,33 @@ def dense_loss(
     moved: Tensor | None = None,
     weight: float = 1.0,
 ) -> Tensor:
-    """Mean row loss over local rows (or all), of every row against every column.
+    """Mean row loss over local rows (or all), of every row against every column; see :func:`logits`."""
+    found = logits(rows, columns, temperature, masked, moved, weight, positives)
+    return mean_loss([found], [positives], local_rows, normalize_by, weight)
+
+
+def mean_loss(
+    found: list[Tensor], positives: list[list[int]], local_rows: int, normalize_by: str, weight: float
+) -> Tensor:
+    """Of rows whose losses are means over several softmaxes; banked ones count ``weight`` times."""
+    losses = [cross_entropy(x, torch.tensor(y), reduction="none") for x, y in zip(found, positives, strict=True)]
+    losses = torch.stack(losses).mean(0)
+    of_rows = torch.ones_like(losses)
+    of_rows[local_rows:] = weight
+    return (losses * of_rows).sum() / (local_rows if normalize_by == "local" else of_rows.sum())
+
+
+def logits(
+    rows: list[Tensor],
+    columns: list[Tensor],
+    temperature: float,
+    masked: Tensor | None = None,
+    moved: Tensor | None = None,
+    weight: float = 1.0,
+    positives: list[int] = [],  # noqa: B006
+    strength: Tensor | None = None,
+) -> Tensor:
+    """Scores over the temperature of every row with every column, and the logarithm of how often it counts.
 
     Args:
         rows, columns: parts to concatenate; gradients flow to the ones that require them.
@@ -30,21 +58,23 @@ def dense_loss(
         masked: bool (rows, columns), columns that a row leaves out.
         moved: (rows, d), how far a row counts as moved in its push on the columns, though not in its scores.
         weight: how often a banked row counts in the sum, and a banked column other than the own positive in a row.
+        strength: (rows, columns), of the similarity that is added to the score, with no gradient.
     """
     q, c = torch.cat(rows), torch.cat(columns)
-    scores = q @ c.T / temperature
+    similarities = q @ c.T
+    scores = similarities / temperature
     if moved is not None:
         push = moved @ c.T / temperature
         scores = scores + push - push.detach()
+    if strength is not None:
+        scores = scores + strength * similarities.detach()
     if masked is not None:
         scores = scores.masked_fill(masked, -torch.inf)
     counts = torch.ones_like(scores)
     counts[:, len(columns[0]) :] = weight
-    counts[torch.arange(len(positives)), positives] = 1.0
-    losses = torch.nn.functional.cross_entropy(scores + counts.log(), torch.tensor(positives), reduction="none")
-    of_rows = torch.ones_like(losses)
-    of_rows[local_rows:] = weight
-    return (losses * of_rows).sum() / (local_rows if normalize_by == "local" else of_rows.sum())
+    if positives:
+        counts[torch.arange(len(positives)), positives] = 1.0
+    return scores + counts.log()
 
 
 def masked_columns(rows: Tensor, positives: list[int], columns: Tensor, table: set[tuple[int, int]]) -> Tensor:
@@ -63,13 +93,16 @@ def masked_columns(rows: Tensor, positives: list[int], columns: Tensor, table: s
     return mask
 
 
-def too_good(rows: Tensor, columns: Tensor, positives: list[int], margin: float, rule: str) -> Tensor:
-    """True where a column other than a row's own positive scores beyond it by a rule; vectors are those of the bank.
+def too_good(
+    rows: Tensor, columns: Tensor, positives: list[int], margin: float, rule: str, own: Tensor | None = None
+) -> Tensor:
+    """True where a column other than a row's own positive scores beyond it, or ``own``, by a rule; vectors are those of
+    the bank.
 
     They do not change while they are in it, and neither do their scores: so this is what was decided when they met.
     """
     scores = rows.detach() @ columns.detach().T
-    own = scores[torch.arange(len(rows)), positives][:, None]
+    own = scores[torch.arange(len(rows)), positives][:, None] if own is None else own
     bound = {"above": own + margin, "absolute": own - margin, "relative": own - own.abs() * margin}[rule]
     mask = scores > bound
     mask[torch.arange(len(rows)), positives] = False
@@ -82,9 +115,9 @@ class History:
 
     loss_fn: BankedInfoNCE
     table: set[tuple[int, int]] = field(default_factory=set)
-    pairs: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (d,), (1 + h, d), ids
+    pairs: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (2 + h, d) twice, and ids: see add
     guided: list[Tensor] = field(default_factory=list)  # (2 + h, g) of each, of length 1: query, passage, negatives
-    masked_share: float = 0.0  # of the last micro-batch's columns, positives aside
+    masked_share: float = 0.0  # of the last micro-batch's columns of query_to_doc, positives aside
 
     def dense(self, inputs: list[Tensor], ids: list[Tensor], guide: list[Tensor] = []) -> Tensor:  # noqa: B006
         """The dense loss of a micro-batch against the pairs in use, with gradients as drift compensation has them."""
@@ -92,53 +125,84 @@ class History:
         n, d = inputs[0].shape
         units = [normalize(x, dim=-1) if fn.similarity == "cos" else x * 1 for x in inputs]
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
-        passages, moved = units[1].detach(), None
-        used = [] if bank is None else self.pairs[bank.first :]
         if fn.drift_compensation == "auto" and bank is not None and bank.aged:
             for part in (queries, columns):
                 if part.numel() > d:  # a mean over one would leave nothing
                     part.register_hook(lambda g: g - g.reshape(-1, d).mean(0))
-        if fn.passage_mean is not None and fn.query_mean is not None:
-            mean = fn.passage_mean.mean if fn.probe is not None else fn.passage_mean.after(passages)[0]
-            columns = columns - mean.to(columns)
-            slots = torch.arange(bank.first, bank.pairs) % bank.slots
-            moved = (fn.query_mean.mean - bank.origins[slots // bank.note]).to(columns) if len(bank.queries) else None
-        width = columns.shape[1]
-        rows = [queries, *(q[None].to(queries) for q, _, _ in used if len(bank.queries))]
-        parts = [columns.reshape(-1, d), *(c.to(columns) for _, c, _ in used)]
-        starts = torch.tensor([0, *(len(c) for _, c, _ in used)]).cumsum(0)[:-1] + n * width
-        positives = [*range(0, n * width, width), *(starts.tolist() if bank is not None and len(bank.queries) else [])]
-        moved = None if moved is None else torch.cat([torch.zeros_like(queries), moved])
-        masked = torch.zeros(sum(map(len, rows)), sum(map(len, parts)), dtype=torch.bool)
-        if ids:
-            about = [*self._ids(ids), *(i for _, _, i in used)]
-            columns_of = torch.cat([torch.stack([torch.full_like(i[1:], -1), i[1:]], dim=1) for i in about])
-            columns_of[[*range(0, n * width, width), *starts.tolist()], 0] = torch.stack([i[0] for i in about])
-            rows_of = torch.stack([i[:2] for i in about])[: len(positives)]
-            masked = masked_columns(rows_of, positives, columns_of, self.table)
-        if fn.false_negative_margin is not None:
-            masked |= too_good(torch.cat(rows), torch.cat(parts), positives, fn.false_negative_margin, "above")
-        if guide:
-            seen = [*self._guided(guide), *([] if bank is None else self.guided[bank.first :])]
-            rows_seen = torch.stack([x[0] for x in seen])[: len(positives)]
-            columns_seen = torch.cat([x[1:] for x in seen])
-            masked |= too_good(rows_seen, columns_seen, positives, fn.guide_margin, fn.guide_margin_strategy)
-        self.masked_share = masked[:n].sum().item() / max(n * (masked.shape[1] - 1), 1)
+        towers, used = (fn.query_mean, fn.passage_mean), [] if bank is None else self.pairs[bank.first :]
+        now = torch.zeros(2, d).to(queries)
+        for i, mean in enumerate(towers if fn.query_mean is not None else ()):
+            now[i] = mean.mean if fn.probe is not None else mean.after(units[i].detach())[0]
         weight = fn.bank_weight if fn.bank_weight <= 1 else min(1.0, fn.bank_weight / max(len(used), 1))
-        return dense_loss(rows, parts, positives, n, fn.temperature, fn.normalize_by, masked, moved, weight)
+        banked = used if bank is None or len(bank.queries) else []
+        # A pair is its query, its passage, its hard negatives; as columns, banked ones are where their tower is by now.
+        stale = [*torch.cat([queries[:, None], columns], dim=1), *(x.to(queries) for x, _, _ in banked)]
+        pairs = [*stale[:n], *(x.to(queries) + now[[0] + [1] * (len(x) - 1)] for _, x, _ in used)]
+        about = [*self._ids(ids), *(i for _, _, i in used)] if ids else []
+        seen = [*self._guided(guide), *([] if bank is None else self.guided[bank.first :])] if guide else []
+        level = torch.stack([x[0] @ y[1] for x, y in zip(stale, pairs, strict=False)])[:, None].detach()
+        found, places = [], []
+        for name in fn.directions:
+            r, c = TOWERS[name]
+            part = slice(1, None) if c else slice(0, 1)
+            rows, parts = torch.stack([x[r] for x in stale]), [x[part] for x in pairs]
+            own = torch.arange(len(rows))[:, None] == torch.tensor([i for i, x in enumerate(parts) for _ in x])
+            positives = own.int().argmax(1).tolist()
+            masked = own & (r == c)
+            if ids:
+                masked |= self._masked_by_ids(name, about, positives)
+            if fn.false_negative_margin is not None:
+                given = None if (r, c) == (1, 0) and fn.partition_mode != "joint" else level
+                masked |= too_good(rows, torch.cat(parts), positives, fn.false_negative_margin, "above", given)
+            if guide:
+                rows_seen, rule = torch.stack([x[:2] for x in seen])[: len(rows)], fn.guide_margin_strategy
+                by_guide = (rows_seen[:, 0] * rows_seen[:, 1]).sum(1)[:, None]
+                columns_seen = torch.cat([x[part] for x in seen])
+                masked |= too_good(rows_seen[:, r], columns_seen, positives, fn.guide_margin, rule, by_guide)
+            self.masked_share = self.masked_share if found else masked[:n].sum().item() / max(n * (own.shape[1] - 1), 1)
+            moved = strength = None
+            if fn.query_mean is not None and len(rows) > n:
+                slots = torch.arange(bank.first, bank.pairs) % bank.slots
+                origins = fn.banks[name].origins[slots // bank.note].to(queries)
+                moved = torch.cat([torch.zeros_like(queries), towers[r].mean - origins])
+            if fn.hardness_mode is not None and name == "query_to_doc":
+                which = {"in_batch_negatives": ~own, "hard_negatives": own, "all_negatives": own | True}
+                strength = which[fn.hardness_mode] * fn.hardness_strength
+                strength[torch.arange(len(own)), positives] = 0
+            local, counted = [torch.cat(parts[:n]), *parts[n:]], positives if r != c else []
+            found.append(logits([rows], local, fn.temperature, masked, moved, weight, counted, strength))
+            places.append(positives)
+        if fn.partition_mode == "joint":
+            found, places = [torch.cat(found, dim=1)], places[:1]
+        return mean_loss(found, places, n, fn.normalize_by, weight)
+
+    def _masked_by_ids(self, name: str, about: list[Tensor], positives: list[int]) -> Tensor:
+        """By those of pairs, (2 + h,) each. A query is a column that came with its passage."""
+        (r, c), table = TOWERS[name], self.table
+        ends = torch.stack([i[:2] for i in about])
+        columns = ends
+        if c:
+            columns = torch.cat([torch.stack([torch.full_like(i[1:], -1), i[1:]], dim=1) for i in about])
+            starts = torch.tensor([0, *(len(i) - 1 for i in about)]).cumsum(0)[:-1]
+            columns[starts, 0] = ends[:, 0]
+        if (r, c) == (1, 0):
+            ends, columns, table = ends.flip(1), columns.flip(1), {(p, q) for q, p in table}
+        return masked_columns(ends[: len(positives)], positives, columns, table)
 
     def add(self, inputs: list[Tensor], ids: list[Tensor], guide: list[Tensor] = []) -> None:  # noqa: B006
-        """Note a micro-batch that the loss has enqueued by now."""
+        """Note a micro-batch that the loss has enqueued by now: as it was, and as it was beside the means by then."""
         fn = self.loss_fn
         units = [normalize(x.detach(), dim=-1) if fn.similarity == "cos" else x.detach() for x in inputs]
-        columns = torch.cat([units[1][:, None], *units[2:]], dim=1)
+        whole = torch.cat([units[0][:, None], units[1][:, None], *units[2:]], dim=1)
         if not fn.bank_hard_negatives:
-            columns = columns[:, :1]
-        if fn.passage_mean is not None:
-            columns = columns - fn.passage_mean.mean
-        known = self._ids(ids)[:, : 1 + columns.shape[1]] if ids else [torch.empty(0)] * len(columns)
-        self.pairs += list(zip(units[0], columns, known, strict=True))
-        self.guided += [x[: 1 + columns.shape[1]] for x in self._guided(guide)] if guide else []
+            whole = whole[:, :2]
+        beside = whole
+        if fn.query_mean is not None:
+            means = torch.stack([fn.query_mean.mean, fn.passage_mean.mean])
+            beside = whole - means[[0] + [1] * (whole.shape[1] - 1)]
+        known = self._ids(ids)[:, : whole.shape[1]] if ids else [torch.empty(0)] * len(whole)
+        self.pairs += list(zip(whole, beside, known, strict=True))
+        self.guided += [x[: whole.shape[1]] for x in self._guided(guide)] if guide else []
 
     @staticmethod
     def _guided(guide: list[Tensor]) -> Tensor:
@@ -155,4 +219,4 @@ def errors(value: Tensor, tensors: list[Tensor], true_value: Tensor, true: list[
     """Relative errors of a loss and of its gradient."""
     gradient, exact = (torch.cat([x.grad.flatten().double() for x in each]) for each in (tensors, true))
     loss_error = abs(value.item() - true_value.item()) / max(1.0, abs(true_value.item()))
-    return loss_error, ((gradient - exact).norm() / exact.norm()).item()
+    return loss_error, ((gradient - exact).norm() / exact.norm().clamp_min(1e-3)).item()

@@ -34,10 +34,22 @@ def gradients(loss_fn: nn.Module, columns: list[dict[str, Any]]) -> torch.Tensor
     return torch.cat([p.grad.flatten() for p in loss_fn.model.parameters() if p.grad is not None])
 
 
+TOGETHER = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")}
+APART = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+
+
 @pytest.mark.parametrize("columns", [2, 4], ids=["pairs", "n-tuples"])
-@pytest.mark.parametrize("how", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mini_batch_size": 3},
+        {"mini_batch_num_tokens": 40},
+        {"mini_batch_size": 3, "hardness_mode": "all_negatives", "hardness_strength": 5.0, **TOGETHER},
+        {"mini_batch_size": 3, "hardness_mode": "hard_negatives", "hardness_strength": 5.0, **APART},
+    ],
+)
 def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(
-    model: DualEncoder, columns: int, how: dict[str, int]
+    model: DualEncoder, columns: int, how: dict[str, Any]
 ) -> None:
     model.train()  # with dropout, which the second pass repeats
     batch, found = features(model, 10, columns), []
@@ -45,6 +57,21 @@ def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(
         torch.manual_seed(0)
         found.append(gradients(loss_fn, batch))
     assert found[0].abs().max() > 1e-3 and (found[0] - found[1]).abs().max() < 1e-12
+
+
+def test_a_learned_temperature_has_the_gradient_of_one_large_micro_batch_times_that_of_the_loss(
+    model: DualEncoder,
+) -> None:
+    batch, found = features(model.eval(), 10), []
+    for loss_fn in (
+        CachedContAccumLoss(model, 32, learn_temperature=True),
+        ContAccumLoss(model, 32, learn_temperature=True),
+    ):
+        for weight in (1.0, -3.0):
+            loss_fn.log_scale.grad = None
+            (loss_fn([dict(column) for column in batch]) * weight).backward()
+        found.append(loss_fn.log_scale.grad.item())
+    assert abs(found[0]) > 1e-3 and found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 def still(model: DualEncoder) -> DualEncoder:

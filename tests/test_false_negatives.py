@@ -25,6 +25,13 @@ RULES: dict[str, dict[str, Any]] = {
     "guide": {"guide_margin": 0.05, "drift_compensation": "mean", "similarity": "cos", "temperature": 0.1},
     "guide, relative": {"guide_margin": 0.1, "guide_margin_strategy": "relative", "drift_compensation": "none"},
     "both": {**MARGIN, "guide_margin": -0.1, "bank_hard_negatives": False, "bank_weight": 0.5},
+    "both, of all directions": {
+        "directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"),
+        **MARGIN,
+        "guide_margin": -0.1,
+        "hardness_mode": "all_negatives",
+        "hardness_strength": 3.0,
+    },
     "both, passages alone": {**MARGIN, "guide_margin": 0.0, "query_bank_size": 0},
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense_reference import History, errors
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
@@ -34,45 +34,13 @@ def gradients_apart(left: list[Tensor], right: list[Tensor]) -> float:
     return max((a.grad - b.grad).abs().max().item() for a, b in zip(left, right, strict=True))
 
 
-def accumulate(loss_fn: BankedInfoNCE, tensors: list[Tensor], n: int) -> list[Tensor]:
-    """Gradients of the second pass over the micro-batches: by then the bank holds exactly the rest of the batch."""
-    inputs = leaves(tensors)
-    starts = range(0, len(tensors[0]), n)
-    for round_ in range(2):
-        for start in starts:
-            loss = loss_fn(*(x[start : start + n] for x in inputs))
-            if round_ == 1:
-                (loss / len(starts)).backward()
-    return inputs
-
-
-def full_batch(tensors: list[Tensor], temperature: float, similarity: str) -> list[Tensor]:
-    inputs = leaves(tensors)
-    n, d = inputs[0].shape
-    columns = torch.cat([inputs[1], *(x.reshape(-1, d) for x in inputs[2:])])
-    rows = inputs[0]
-    if similarity == "cos":
-        rows, columns = normalize(rows, dim=-1), normalize(columns, dim=-1)
-    cross_entropy(rows @ columns.T / temperature, torch.arange(n)).backward()
-    return inputs
-
-
-@pytest.mark.parametrize("hard_negatives", [0, 2])
-@pytest.mark.parametrize("micro_batches", [1, 2, 16])
-@pytest.mark.parametrize("temperature", [1.0, 0.05])
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
-    similarity: str, temperature: float, micro_batches: int, hard_negatives: int
-) -> None:
-    n = 4
-    tensors = batch(n * micro_batches, h=hard_negatives)
-    loss_fn = BankedInfoNCE(
-        bank_size=n * (micro_batches - 1), temperature=temperature, similarity=similarity, drift_compensation="none"
-    )
-    accumulated = accumulate(loss_fn, tensors, n)
-    assert gradients_apart(accumulated, full_batch(tensors, temperature, similarity)) <= 1e-12
-
-
+COS: dict[str, Any] = {"similarity": "cos", "temperature": 0.1}
+IN_BATCH, HARD, EVERY = (
+    {"hardness_mode": f"{which}_negatives", "hardness_strength": strength}
+    for which, strength in (("in_batch", 9.0), ("hard", 5.0), ("all", 3.0))
+)
+BOTH = ("query_to_doc", "doc_to_query")
+ALL = (*BOTH, "query_to_query", "doc_to_doc")
 SETTINGS: dict[str, dict[str, Any]] = {
     "cos": {"similarity": "cos", "temperature": 0.05},
     "dot in the hundreds": {"temperature": 0.05},
@@ -86,6 +54,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a third": {"drift_compensation": "auto", "similarity": "cos", "bank_weight": 1 / 3, "normalize_by": "all"},
     "counts as five": {"bank_weight": 5, "query_bank_size": 0},
     "counts as nine": {"bank_weight": 9, "temperature": 0.5},
+    "in-batch negatives": {**COS, **IN_BATCH, "drift_compensation": "auto"},
+    "hard negatives": {**HARD, "bank_weight": 0.5},
+    "hard negatives, probed": {**COS, **HARD, "drift_compensation": "auto", "directions": BOTH},
+    "all negatives, passages alone": {**COS, **EVERY, "query_bank_size": 0, "drift_compensation": "mean"},
+    "symmetric": {"directions": BOTH, "partition_mode": "per_direction", **COS, "drift_compensation": "auto"},
+    "GTE": {"directions": ALL, **COS, **IN_BATCH, "bank_weight": 1 / 3, "drift_compensation": "auto"},
+    "GTE, probed": {"directions": ALL, **COS, **EVERY, "normalize_by": "all", "drift_compensation": "auto"},
 }
 
 
@@ -107,10 +82,11 @@ def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(
     for step, n in enumerate(sizes):
         if step % 3 == 2:
             loss_fn.end_update()
-        if setting == "probed" and step % 6 == 0:
+        if "probed" in setting and step % 6 == 0:
             texts = torch.randn(4, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
             loss_fn.observe_probe(texts + 0.1 * step, texts - 0.2 * step)
-            loss_fn.bank.limit = [bank_size, bank_size // 2, 0][step // 6 % 3]
+            for bank in loss_fn.banks.values():
+                bank.limit = [bank_size, bank_size // 2, 0][step // 6 % 3]
         shapes = [(n, 8), (n, 8), (n, step % 3, 8)][: 2 + (step % 3 > 0)]
         tensors = [torch.randn(s, generator=generator, dtype=torch.float64) + 0.05 * step for s in shapes]
         ids = [] if named == "no ids" else [torch.randint(30, s[:-1], generator=generator) for s in shapes]

@@ -253,6 +253,8 @@ def test_every_setting_of_the_loss_passes_through_under_its_own_name(model: Dual
     given |= {"drift_compensation": "none", "bank_dtype": torch.bfloat16}
     given |= {"center_gradients": "both", "pairs_per_update": 12, "bank_weight": 0.5}
     given |= {"false_negative_margin": 0.1, "guide_margin": 0.2, "guide_margin_strategy": "relative"}
+    given |= {"hardness_mode": "hard_negatives", "hardness_strength": 5.0, "learn_temperature": True}
+    given |= {"directions": ["query_to_doc", "doc_to_query"], "partition_mode": "per_direction"}
     loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, **given)
     expected = {"bank_size": 4, "temperature": 0.2, "similarity": "dot", "gather_across_devices": True, **given}
     assert loss_fn.settings == expected and expected.keys() == inspect.signature(BankedInfoNCE).parameters.keys()

@@ -186,7 +186,7 @@ def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    return "default" if value is None else str(value).lower()
+    return "default" if value is None else ", ".join(value) if isinstance(value, list) else str(value).lower()
 
 
 def as_tokens(options: Options) -> list[str]:

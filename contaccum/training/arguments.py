@@ -20,9 +20,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.centering import CENTERINGS
+from contaccum.directions import DIRECTIONS, PARTITION_MODES
 from contaccum.distill import DISTILLATIONS, Distillation
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
+from contaccum.hardness import HARDNESS_MODES
 from contaccum.info_nce import BankedInfoNCE
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
@@ -89,6 +91,14 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     false_negative_margin: float | None = option(None, "Leave out what scores above a positive by more than this.")
     guide_margin: float = option(0.0, "Leave out what a guide scores above its score of the positive less this.")
     guide_margin_strategy: str = option("absolute", "relative: a share of that score.", ("absolute", "relative"))
+    hardness_mode: str | None = option(None, "Which negatives count for more, the higher they score.", HARDNESS_MODES)
+    hardness_strength: float = option(0.0, "Times their similarity, added to their logits.")
+    directions: list[str] = field(
+        default_factory=lambda: ["query_to_doc"],
+        metadata={"help": "Whose similarities the loss is made of.", "choices": tuple(DIRECTIONS)},
+    )
+    partition_mode: str = option("joint", "joint: one softmax over the directions.", PARTITION_MODES)
+    learn_temperature: bool = option(False, "Train it too, from temperature on; 0.01 at the least.")
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)
@@ -176,6 +186,9 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             "refresh_negatives_every with distill: negatives mined meanwhile have no teacher scores. Drop one": (
                 self.distill and self.refresh_negatives_every
             ),
+            f"learn_temperature with {engine}: it steps the model's parameters alone. Drop one of them": (
+                engine and self.learn_temperature
+            ),
             f"refresh_negatives_every with {engine}: drop one of them": engine and self.refresh_negatives_every,
             f"deepspeed needs DeepSpeed {DEEPSPEED} or later: pip install 'deepspeed>={DEEPSPEED}', or set fsdp=true": (
                 deepspeed and not (is_deepspeed_available() and compare_versions("deepspeed", ">=", DEEPSPEED))
@@ -184,7 +197,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         refuse(rules)
         refreshes = ("refresh_corpus", "refresh_pool", "refresh_range_max", "refresh_relative_margin")
         refuse_alone(self, dict.fromkeys(refreshes, "refresh_negatives_every"))
-        refuse_alone(self, dict.fromkeys(DISTILL_SETTINGS[1:], "distill"))
+        refuse_alone(self, dict.fromkeys(DISTILL_SETTINGS[1:], "distill") | {"hardness_strength": "hardness_mode"})
 
     def _refuse_on_this_machine(self) -> None:
         missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))

@@ -95,7 +95,7 @@ class Updates:
             # Outside of the handler: what it caught holds on to the activations.
             clear_device_cache(garbage_collection=True)
             self._halve(what)
-            model.zero_grad()
+            self._forget_gradients(model)
             self._tower_norms.close()
             self._tower_norms, update.losses, update.places, first = None, [], [], 0
         if trainer.accelerator.sync_gradients:  # the gradient is complete; only DeepSpeed has stepped with it by now
@@ -195,6 +195,7 @@ class Updates:
             if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
                 one.settings = {**one.settings, "gather_across_devices": False}
                 one.distillation = None  # these rows have no scores
+                one.log_scale = None  # whose gradient is that of all ranks
         _encode_at_once(loss, n)
         states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
         try:
@@ -238,7 +239,13 @@ class Updates:
             raise UserError(f"{text}, and max_skipped_updates={most} are skipped already: {mend}")
         logger.warning(f"{text}: skipped, {self.skipped} of max_skipped_updates={most}")
         if getattr(self.trainer.accelerator, "scaler", None) is None:  # which skips the step by itself
-            model.zero_grad()
+            self._forget_gradients(model)
+
+    def _forget_gradients(self, model: nn.Module) -> None:
+        model.zero_grad()
+        for loss in self.trainer.bank_losses():
+            if loss.log_scale is not None:
+                loss.log_scale.grad = None
 
     def _rows_of(self, micro_steps: list[int]) -> list[int] | None:
         """Rows of the training data in some micro-steps of the update under way; None: the sampler cannot tell."""
