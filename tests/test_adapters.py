@@ -23,7 +23,7 @@ TEXTS = sentences(5)
 
 
 @pytest.fixture(scope="module")
-def bases(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bases(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     """Folders with the backbones bert and qwen3."""
     root = tmp_path_factory.mktemp("bases")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

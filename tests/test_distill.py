@@ -20,7 +20,7 @@ KINDS = [("margin_mse", {}), ("kl", {"temperature": 3.0})]
 
 
 @pytest.fixture
-def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
+def model(tiny_config, tiny_tokenizer) -> DualEncoder:
     made = DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer).double()
     for module in made.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -47,9 +47,7 @@ def theirs(kind: str, similarity: str, scale: float, more: dict[str, float]) -> 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
 @pytest.mark.parametrize("h", [1, 3])
-def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(
-    kind: str, more: dict[str, float], similarity: str, h: int
-) -> None:
+def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(kind, more, similarity, h):
     given = torch.randn(2 + h, 6, 8, dtype=torch.float64)
     labels, found = 5 * torch.randn(6, 1 + h, dtype=torch.float64), []
     ours = Distillation(kind, 0.5, more.get("temperature", 1.0), similarity, 4.0)
@@ -63,7 +61,7 @@ def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(
     assert ours.last is not None and ours.last.item() == pytest.approx(2 * found[0][0], abs=1e-10)
 
 
-def test_half_precision_and_integer_scores_are_compared_in_float32() -> None:
+def test_half_precision_and_integer_scores_are_compared_in_float32():
     embeddings = list(torch.randn(3, 4, 8).bfloat16())
     labels = torch.tensor([[3, 1]] * 4)
     found = Distillation("margin_mse")(embeddings, labels)
@@ -76,9 +74,7 @@ def test_half_precision_and_integer_scores_are_compared_in_float32() -> None:
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("bank_size", [0, 64])
 @pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_every_method_adds_the_term_of_its_local_rows(
-    model: DualEncoder, kind: str, more: dict[str, float], bank_size: int, cached: bool
-) -> None:
+def test_every_method_adds_the_term_of_its_local_rows(model, kind, more, bank_size, cached):
     labels = torch.randn(10, 3, dtype=torch.float64)
     settings = {"bank_size": bank_size, **({"mini_batch_size": 3} if cached else {})}
     distill = {"distill": kind, "distill_weight": 0.7, "distill_temperature": more.get("temperature", 1.0)}
@@ -103,7 +99,7 @@ def test_every_method_adds_the_term_of_its_local_rows(
     assert loss_fn.eval()(features(encoder, 10, 4), None) > 0  # evaluation asks for no scores
 
 
-def test_ids_and_scores_come_in_one_tensor_or_either_alone() -> None:
+def test_ids_and_scores_come_in_one_tensor_or_either_alone():
     ids, scores = torch.randint(-(2**63), 2**63 - 1, (5, 4)), torch.randn(5, 3)
     both = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
     found = split_labels(both, 4)
@@ -113,7 +109,7 @@ def test_ids_and_scores_come_in_one_tensor_or_either_alone() -> None:
     assert split_labels(torch.rand(5), 4) == split_labels(torch.rand(5, 4), 4) == (None, None)
 
 
-def test_scores_beside_ids_leave_masks_as_they_are(model: DualEncoder, caplog: Any) -> None:
+def test_scores_beside_ids_leave_masks_as_they_are(model, caplog):
     """A known positive of another row is no negative, with scores as without."""
     batch = features(model, 6, 3)
     ids = torch.arange(18).reshape(3, 6).T.contiguous()
@@ -133,7 +129,7 @@ def test_scores_beside_ids_leave_masks_as_they_are(model: DualEncoder, caplog: A
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model: DualEncoder, cached: bool) -> None:
+def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model, cached):
     labels, found = torch.randn(6, 2, dtype=torch.float64), []
     make: Any = CachedContAccumLoss if cached else ContAccumLoss
     for given in ({}, {"distill": "margin_mse", "distill_weight": 0.1}):
@@ -145,7 +141,7 @@ def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model: DualEncoder, c
     assert found[1] - found[0] == pytest.approx(0.1 * (terms[0] + 3 * terms[1]), abs=1e-10)
 
 
-def test_what_cannot_be_distilled_is_one_line(model: DualEncoder) -> None:
+def test_what_cannot_be_distilled_is_one_line(model):
     loss_fn = ContAccumLoss(model, 8, distill="margin_mse")
     for columns, labels, message in (
         (2, torch.rand(4, 1), "distill=margin_mse needs hard negatives"),

@@ -32,22 +32,22 @@ from contaccum.mining import (
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_path: str) -> DualEncoder:
+def model(tiny_model_path) -> DualEncoder:
     return DualEncoder.from_pretrained(tiny_model_path, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory) -> Path:
     return write_pairs_to_mine(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
 @pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def beir(tmp_path_factory) -> Path:
     return write_beir_to_mine(tmp_path_factory.mktemp("beir") / "beir")
 
 
 @pytest.fixture(scope="module")
-def cross_encoder(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
     """A random cross-encoder whose logits spread over some 10 points."""
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
     options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
@@ -205,7 +205,7 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
 
 
 @pytest.fixture(scope="module")
-def mined(model: DualEncoder, pairs: Path, beir: Path) -> dict[str, Any]:
+def mined(model, pairs, beir) -> dict[str, Any]:
     """Two negatives for every query of each source."""
     return {name: mine(model, path, num_negatives=2) for name, path in (("pairs", pairs), ("beir", beir))}
 

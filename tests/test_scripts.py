@@ -19,7 +19,7 @@ SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("eval", "scripts") f
 
 
 @pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def run_script(monkeypatch) -> Any:
     def run(script: str, *argv: Any) -> None:
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [script, *map(str, argv)])
@@ -29,13 +29,13 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_shows_its_options(run_script: Any, script: str, capsys: Any) -> None:
+def test_every_script_shows_its_options(run_script, script, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_script(script, "--help")
     assert stopped.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
-def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path: Path, capsys: Any) -> None:
+def test_split_pairs_holds_out_passages_and_loses_none(run_script, tmp_path, capsys):
     queries, passages = sentences(60, 1), sentences(30, 2, 9)
     pairs = [{"query": query, "positive": passages[i % 30]} for i, query in enumerate(queries)]
     source = write_lines(tmp_path / "pairs.jsonl", pairs)
@@ -52,7 +52,7 @@ def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path
     assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
 
 
-def test_holm_corrects_over_all_pairs_of_all_reports(run_script: Any, tmp_path: Path, capsys: Any) -> None:
+def test_holm_corrects_over_all_pairs_of_all_reports(run_script, tmp_path, capsys):
     gains = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}
 
     def score(entry: str, data: str, seed: int, query: int) -> float:

@@ -145,8 +145,8 @@ TABLE = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_trains_with_a_part_of_the_stack_where_the_table_says_so_and_else_does_not(
-    name: str, part: str, tiny_tokenizer: Any, tiny_config: Any, tmp_path: Path
-) -> None:
+    name, part, tiny_tokenizer, tiny_config, tmp_path
+):
     case = Case(tiny_tokenizer, tiny_config, tmp_path)
     PARTS[part](case)
     if TABLE[part][name] == "yes":

@@ -25,7 +25,7 @@ PASSAGES = [Passage(f"d{n}", f"title {n}" if n % 2 else "", text) for n, text in
 
 
 @pytest.fixture(scope="module")
-def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     """A saved model with towers and prompts of its own, and the corpus in every form."""
     root = tmp_path_factory.mktemp("encode")
     settings = {"tied": False, "query_prompt": "who: ", "passage_prompt": "text: ", "device": "cpu"}
@@ -42,7 +42,7 @@ def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def model(root: Path) -> DualEncoder:
+def model(root) -> DualEncoder:
     return DualEncoder.from_pretrained(str(root / "model"), device="cpu")
 
 
@@ -57,7 +57,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(root: Path) -> Path:
+def whole(root) -> Path:
     """The store of corpus.jsonl."""
     encode(root, root / "whole")
     return root / "whole"

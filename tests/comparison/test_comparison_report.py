@@ -58,11 +58,11 @@ def planned(tokens: list[str], baseline: str | None = None) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def plan(tokens: list[str]) -> Plan:
+def plan(tokens) -> Plan:
     return planned(tokens)
 
 
-def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: Plan) -> None:
+def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan):
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
     entries = ("contaccum", "published")
@@ -86,7 +86,7 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: P
     assert report["warnings"] == []
 
 
-def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens: list[str]) -> None:
+def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens):
     plan = planned(tokens, "contaccum")
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "MRR@10" and row["entry"] == "grad_accum"]
@@ -95,7 +95,7 @@ def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens: list[str]) -> N
     assert "| grad_accum | (16) |" in markdown(report)
 
 
-def test_unequal_beginnings_and_data_are_said_first(plan: Plan) -> None:
+def test_unequal_beginnings_and_data_are_said_first(plan):
     results = made_up(plan)
     odd = results["contaccum_bank_size-8_seed-1"]
     odd |= {"initial_weights": "other", "data_order": "other", "updates": 9}
@@ -106,7 +106,7 @@ def test_unequal_beginnings_and_data_are_said_first(plan: Plan) -> None:
     assert text.index("## Take care") < text.index("## beir")
 
 
-def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None:
+def test_runs_that_failed_are_named_and_the_rest_is_reported(plan):
     results = made_up(plan)
     for name in ("contaccum_bank_size-8_seed-1", "published_bank_size-8_seed-0", "published_bank_size-8_seed-1"):
         del results[name]
@@ -119,7 +119,7 @@ def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None
     assert empty["comparisons"] == [] and "## Failed" in markdown(empty)
 
 
-def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
+def test_report_to_read_has_every_metric_and_cost(plan):
     report = build_report(plan, made_up(plan), {}, ABOUT)
     text = markdown(report)
     lines = text.splitlines()
@@ -137,7 +137,7 @@ def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
         assert line in lines
 
 
-def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens: list[str]) -> None:
+def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens):
     variants = [["published", "drift_compensation=none", "normalize_by=all"]]
     tokens = [*tokens, "--bank_hard_negatives=false", "--temperature=0.1"]
     plan = make_plan(read_options([], tokens), ["grad_accum", "contaccum"], variants, ["bank_size=8,16"], [0])

@@ -49,7 +49,7 @@ def test_of_two_equal_values_the_smaller_is_taken_and_the_ladder_goes_down_once(
 
 
 @pytest.fixture
-def plan(tokens: list[str]) -> Plan:
+def plan(tokens) -> Plan:
     variants = [["slow", "learning_rate=1e-5"]]
     return make_plan(
         read_options([], tokens), ["grad_accum", "contaccum"], variants, ["bank_size=8,16"], [0, 1], "grad_accum"

@@ -16,13 +16,13 @@ from contaccum.errors import DataError
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "datasets"
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reads(monkeypatch) -> list[str]:
     """One entry for each record that is read from a source."""
     seen: list[str] = []
     read = Source.records

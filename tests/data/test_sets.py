@@ -1,6 +1,5 @@
 """Several sets: what is said of each, and what they know of each other."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ def ids(*texts: str) -> list[int]:
     return text_ids(texts).tolist()
 
 
-def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common() -> None:
+def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common():
     common = {"num_hard_negatives": 1, "split": "dev"}
     own = {"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}
     given = ["x/pairs.jsonl", '{"path": "b.csv", "columns": {"query": "q"}}', own]
@@ -40,12 +39,12 @@ def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common()
         (["x/a.jsonl", "y/a.csv"], "two sets are called 'a'"),
     ],
 )
-def test_what_cannot_be_said_of_a_set_is_refused(given: list[Any], message: str) -> None:
+def test_what_cannot_be_said_of_a_set_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         parse_training_sets(given)
 
 
-def test_sets_know_each_others_positives_and_bring_ids(tmp_path: Path) -> None:
+def test_sets_know_each_others_positives_and_bring_ids(tmp_path):
     one = put_lines(tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"})
     other = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"})
     sets = load(one, other)

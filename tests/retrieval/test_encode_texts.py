@@ -1,7 +1,5 @@
 """encode_texts gives the embeddings of encode_query and encode_document, and leaves the model as it was."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ TEXTS = ["red cat", "", "the dog sits under the old tree near the river " * 9, "
 
 
 @pytest.fixture
-def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
+def model(tiny_config, tiny_tokenizer) -> DualEncoder:
     """Towers, prompts and lengths of their own."""
     settings = {"query_prompt": "where is: ", "passage_prompt": "the text: ", "query_max_length": 12}
     return DualEncoder.from_backbone(

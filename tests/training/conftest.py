@@ -47,7 +47,7 @@ def trainer_in() -> Maker:
 
 
 @pytest.fixture(scope="session")
-def run(trainer_in: Maker, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(trainer_in, tmp_path_factory) -> Any:
     """One run of eight updates with a checkpoint each: its folder, its state at the end, its log."""
     folder = tmp_path_factory.mktemp("run")
     trainer = trainer_in(folder, **RUN, **SAVES)

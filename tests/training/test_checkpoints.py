@@ -19,7 +19,7 @@ from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_chec
 
 
 @pytest.fixture
-def ended(run: Any, tmp_path: Path) -> Path:
+def ended(run, tmp_path) -> Path:
     """The folder of a run of eight updates, with its last three checkpoints."""
     folder, _, _ = run
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-[1-5]"))

@@ -64,7 +64,7 @@ def assert_resumes(trainer_in: Any, tmp_path: Path, load: Any, updates: tuple[in
     return straight, seen
 
 
-def test_a_run_on_sampled_rows_resumes_bit_for_bit_and_epochs_differ(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_run_on_sampled_rows_resumes_bit_for_bit_and_epochs_differ(trainer_in, tmp_path):
     path = write(tmp_path)
     _, seen = assert_resumes(
         trainer_in, tmp_path, lambda: load_training_data(path, num_hard_negatives=2).dataset, (2, 6), num_train_epochs=2
@@ -72,7 +72,7 @@ def test_a_run_on_sampled_rows_resumes_bit_for_bit_and_epochs_differ(trainer_in:
     assert {row for batch in seen[:11] for row in batch} != {row for batch in seen[11:] for row in batch}
 
 
-def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(trainer_in: Any, tmp_path: Path) -> None:
+def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(trainer_in, tmp_path):
     path = write(tmp_path)
 
     def order(name: str, **settings: Any) -> list[str]:
@@ -89,7 +89,7 @@ def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(trainer
     assert order("method", method="grad_cache") == base
 
 
-def test_every_known_positive_reaches_the_loss(trainer_in: Any, tmp_path: Path) -> None:
+def test_every_known_positive_reaches_the_loss(trainer_in, tmp_path):
     data = load_training_data(write(tmp_path), num_hard_negatives=2)
     assert data.known_positives is not None
     trainer = trainer_in(tmp_path / "run", data.dataset)
@@ -108,7 +108,7 @@ def rows(n: int = 43) -> Dataset:
     )
 
 
-def test_batches_without_duplicates_resume_bit_for_bit(trainer_in: Any, tmp_path: Path) -> None:
+def test_batches_without_duplicates_resume_bit_for_bit(trainer_in, tmp_path):
     data = rows()
     _, seen = assert_resumes(
         trainer_in, tmp_path, lambda: data, (2, 6), num_train_epochs=2, batch_sampler="no_duplicates"
@@ -123,7 +123,7 @@ def sets(folder: Path, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize(("sampler", "batches"), [("proportional", 26), ("round_robin", 12)])
-def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path, sampler: str, batches: int) -> None:
+def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in, tmp_path, sampler, batches):
     settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_record": {"sets": {"small": "p"}}}
     straight, seen = assert_resumes(
         trainer_in, tmp_path, lambda: sets(tmp_path, num_hard_negatives=2).dataset, (1, 3), **settings
@@ -134,7 +134,7 @@ def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in: Any, tmp_path: Pa
     assert record["rows"] == sum(SIZES.values()) and record["sets"] == {"small": "p"} and record["fingerprint"]
 
 
-def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in, tmp_path):
     prompts = {name: {"query": "cat " if name == "large" else "dog "} for name in SIZES}
     model = tiny_encoder(query_prompt="bird ")
     trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, model=model, prompts=prompts)
@@ -145,7 +145,7 @@ def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tmp_p
     assert all(len({row.split(" ")[0] for row in batch}) == 1 for batch in seen)
 
 
-def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, tmp_path: Path) -> None:
+def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in, tmp_path):
     one = pairs(9)
     parts = DatasetDict({"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})})
     model = tiny_encoder(tied=False, query_prompt="q: ", passage_prompt="p: ")
