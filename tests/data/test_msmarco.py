@@ -1,10 +1,8 @@
 """Invariants of MS MARCO: texts are found by id without being held, triples go to their queries, lines are counted."""
 
-import tracemalloc
+from data_files import RECORDS, peak_of_reading, put, put_msmarco, read
 
-from data_files import RECORDS, put, put_msmarco, read
-
-from contaccum.data import Record, load_training_data, read_records
+from contaccum.data import Record, load_training_data
 
 
 def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path):
@@ -55,10 +53,5 @@ def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path
 def test_the_collection_is_not_held_in_memory(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "".join(f"{i}\t{'word ' * 100}\n" for i in range(20_000)))
-    tracemalloc.start()
-    try:
-        count = len(list(read_records(folder)))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    count, peak = peak_of_reading(folder)
     assert count == 3 and peak < 3_000_000 < (folder / "collection.tsv").stat().st_size / 3

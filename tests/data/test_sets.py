@@ -3,19 +3,14 @@
 from typing import Any
 
 import pytest
-from data_files import put_lines
+from data_files import ids, put_lines
 
 from contaccum.data import TrainingSets, load_training_data, load_training_sets, parse_training_sets
-from contaccum.data.sampling import text_ids
 from contaccum.errors import ConfigError
 
 
 def load(*given: Any, **common: Any) -> TrainingSets:
     return load_training_sets(parse_training_sets([x if isinstance(x, dict) else str(x) for x in given], common))
-
-
-def ids(*texts: str) -> list[int]:
-    return text_ids(texts).tolist()
 
 
 def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common():
@@ -50,7 +45,6 @@ def test_sets_know_each_others_positives_and_bring_ids(tmp_path):
     sets = load(one, other)
     assert list(sets.dataset) == ["a", "b"]
     for part in sets.parts.values():
-        assert part.known_positives is not None
         assert part.known_positives.tolist() == sorted([ids("q", "p"), ids("q", "t")])
     assert sets.dataset["b"][1] == {"query": "u", "positive": "p", "label": ids("u", "p")}
     assert sets.fingerprint not in {part.fingerprint for part in sets.parts.values()}
