@@ -17,11 +17,21 @@ ABOUT = {
 }
 
 
+# What is the same of every run.
+ALIKE = {"pairs_per_update": 12, "updates": 8, "pairs_trained": 86, "seconds_per_update": 1.0, "grad_norm_ratio": 1.5}
+ALIKE |= {"final_loss": None, **dict.fromkeys(("git_commit", "versions", "machine"), "the same")}
+
+
 def score(entry: str, labels: Any, seed: int, query: int) -> float:
     """Made-up: better with a greater bank, a little other for each seed and query."""
     gain = {"grad_accum": 0.0, "contaccum": 0.1, "published": -0.02}[entry]
     bank = int(labels.get("bank_size", 0)) / 1000
     return 0.4 + gain + bank + 0.01 * seed + (query * 37 % 11) / 50 + (query * seed * 13 % 7) / 70
+
+
+def means(entry: str, labels: Any) -> list[float]:
+    """By query, over the two seeds."""
+    return [statistics.fmean(score(entry, labels, seed, query) for seed in (0, 1)) for query in range(20)]
 
 
 def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -39,15 +49,9 @@ def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
                 "evaluations": {"beir": evaluation},
                 "initial_weights": f"weights {seed}",
                 "data_order": f"order {seed}",
-                "pairs_per_update": 12,
-                "updates": 8,
-                "pairs_trained": 86,
-                **dict.fromkeys(("git_commit", "versions", "machine"), "the same"),
                 "train_seconds": 8.0 + seed,
-                "seconds_per_update": 1.0,
                 "peak_memory_mb": 100.0 + seed,
-                "grad_norm_ratio": 1.5,
-                "final_loss": None,
+                **ALIKE,
             }
     return results
 
@@ -69,11 +73,7 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan):
     assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for e in entries for m in ("8", "16")]
     assert {row["baseline_group"] for row in rows} == {"grad_accum"}  # one run for both cells
     for row in rows:
-        mine, theirs = (
-            [statistics.fmean(score(entry, labels, seed, q) for seed in (0, 1)) for q in range(20)]
-            for entry, labels in ((row["entry"], row["labels"]), ("grad_accum", {}))
-        )
-        expected = paired_bootstrap(mine, theirs)
+        expected = paired_bootstrap(means(row["entry"], row["labels"]), means("grad_accum", {}))
         assert {key: row[key] for key in expected} == pytest.approx(expected)
         assert statistics.fmean(row["difference_by_seed"]) == pytest.approx(row["difference"])
     add_holm(again := [{"p_value": row["p_value"]} for row in rows])

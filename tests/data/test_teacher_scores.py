@@ -1,5 +1,6 @@
 """A teacher's scores: found under every name, kept with their passage through the cache and an epoch's sampling."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -75,12 +76,8 @@ def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_p
 
 @pytest.mark.parametrize("ids", [False, True])
 def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
-    score_of = {
-        f"{kind}{i}_{k}": float(10 * i + k + shift)
-        for i in range(9)
-        for k in range(5)
-        for kind, shift in (("p", 0.5), ("n", -0.25))
-    }
+    places = product(range(9), range(5), (("p", 0.5), ("n", -0.25)))
+    score_of = {f"{kind}{i}_{k}": 10 * i + k + shift for i, k, (kind, shift) in places}
     records = []
     for i in range(9):
         positives, negatives = ([f"{kind}{i}_{k}" for k in range(n)] for kind, n in (("p", 3 if ids else 1), ("n", 5)))
@@ -111,11 +108,9 @@ def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path):
 
 def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
     paths = [put_lines(tmp_path / f"{i}.jsonl", {**FLAG, "neg_scores": [i, 0]}) for i in range(2)]
-    used, unused = (
-        {load_training_data(path, num_hard_negatives=2, teacher_scores=given).fingerprint for path in paths}
-        for given in (True, False)
-    )
-    assert len(used) == 2 and len(unused) == 1
+    for used, count in ((True, 2), (False, 1)):
+        data = [load_training_data(path, num_hard_negatives=2, teacher_scores=used) for path in paths]
+        assert len({one.fingerprint for one in data}) == count
 
 
 def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path):
