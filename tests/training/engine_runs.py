@@ -14,11 +14,9 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_deepspeed_available
-from datasets import disable_progress_bars
 from forked_runs import ROOT, on_ranks
 from tiny_models import tiny_encoder
 from tiny_runs import SAVES, arguments_in, pairs
-from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
 from contaccum import ContAccumTrainer
@@ -98,8 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     main()

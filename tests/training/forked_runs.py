@@ -30,6 +30,11 @@ import contaccum.losses
 from contaccum import ContAccumTrainer
 from contaccum.training.arguments import BANK_METHODS
 
+torch.set_num_threads(1)
+disable_progress_bars()
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+
 UPDATES = 12
 ROOT = Path(sys.argv[2])
 GIVEN = {"per_device_train_batch_size": 2, "max_steps": UPDATES, "use_cpu": True, "save_total_limit": 2, **SAVES}
@@ -217,8 +222,4 @@ def ranks() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     print(json.dumps(ranks() if sys.argv[1] == "ranks" else kill(int(sys.argv[1]))))

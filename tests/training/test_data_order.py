@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_lines
 from tiny_models import tiny_encoder
-from tiny_runs import assert_resumes, pairs, trainer_in
+from tiny_runs import assert_resumes, pairs, texts_in, trainer_in
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import samplings_of
@@ -40,9 +41,7 @@ def texts_of(trainer: Any) -> list[list[str]]:
     step = trainer.training_step
 
     def spy(model: Any, inputs: dict[str, Any], *others: Any) -> Any:
-        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-        texts = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
-        seen.append([" | ".join(row) for row in zip(*texts, strict=True)])
+        seen.append([" | ".join(row) for row in texts_in(trainer, inputs)])
         return step(model, inputs, *others)
 
     trainer.training_step = spy
@@ -114,15 +113,14 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
 
 def sets(folder: Path, **given: Any) -> Any:
     paths = {name: write(folder, name, n, 10 * n) for name, n in SIZES.items()}
-    return load_training_sets(parse_training_sets([*paths.values()], given))
+    return load_training_sets(parse_training_sets([*paths.values()], given)).dataset
 
 
 @pytest.mark.parametrize(("sampler", "batches"), [("proportional", 26), ("round_robin", 12)])
 def test_a_run_on_several_sets_resumes_bit_for_bit(tmp_path, sampler, batches):
     settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_record": {"sets": {"small": "p"}}}
-    straight, seen = assert_resumes_with_texts(
-        lambda: sets(tmp_path, num_hard_negatives=2).dataset, tmp_path, 1, 3, **settings
-    )
+    load = partial(sets, tmp_path, num_hard_negatives=2)
+    straight, seen = assert_resumes_with_texts(load, tmp_path, 1, 3, **settings)
     assert len(seen) == batches and str(seen[: batches // 2]) != str(seen[batches // 2 :])
     assert len(samplings_of(straight.train_dataset)) == 3
     record = json.loads((tmp_path / "straight" / "run.json").read_text())["data"]
@@ -132,7 +130,7 @@ def test_a_run_on_several_sets_resumes_bit_for_bit(tmp_path, sampler, batches):
 def test_a_micro_batch_is_of_one_set_with_its_own_prompts(tmp_path):
     prompts = {name: {"query": "cat " if name == "large" else "dog "} for name in SIZES}
     model = tiny_encoder(query_prompt="bird ")
-    trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, model=model, prompts=prompts)
+    trainer = trainer_in(tmp_path / "run", sets(tmp_path), model=model, prompts=prompts)
     seen = texts_of(trainer)
     trainer.train()
     first = Counter(row.split(" ")[0] for batch in seen for row in batch)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
-from tiny_runs import SAVES, assert_resumes, log_of, pairs, trainer_in
+from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_in, trainer_in
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
@@ -26,9 +26,9 @@ def without_negatives(h: int = 2, several: bool = False) -> Dataset:
     return Dataset.from_dict(columns, features=Features(dict.fromkeys(names, Value("string"))))
 
 
-def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
+def watch(trainer: Any) -> tuple[list[list[tuple[str, ...]]], dict[int, Any]]:
     """The texts of every update, and the model that each begins with."""
-    windows: list[list[list[str]]] = []
+    windows: list[list[tuple[str, ...]]] = []
     models: dict[int, Any] = {}
     step = trainer.micro_step
 
@@ -37,10 +37,8 @@ def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
         if update not in models:
             models[update] = copy.deepcopy(trainer.model)
             windows.append([])
-        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-        texts = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
-        windows[-1] += [list(row) for row in zip(*texts, strict=True)]
-        assert "label" not in inputs or inputs["label"].shape[1] == len(texts)
+        windows[-1] += texts_in(trainer, inputs)
+        assert "label" not in inputs or inputs["label"].shape[1] == len(windows[-1][-1])
         return step(model, inputs, *others, **more)
 
     trainer.micro_step = spy

@@ -196,9 +196,8 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(method, 
     second = log_of(tmp_path)[1]
     assert second["skipped"] == "loss" and second["loss"] is None and second["micro_steps"] == [1]
     assert sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed) and len(blamed) == 4
-    assert (
-        f"update 2: the loss is not finite (rows {', '.join(map(str, second['rows']))} of the training" in caplog.text
-    )
+    rows = ", ".join(map(str, second["rows"]))
+    assert f"update 2: the loss is not finite (rows {rows} of the training" in caplog.text
     assert "skipped, 1 of max_skipped_updates=10" in caplog.text
     if method == "contaccum":
         assert torch.isfinite(trainer.loss.info_nce.bank.passages).all()

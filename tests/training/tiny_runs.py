@@ -1,6 +1,5 @@
 """What tests of training share: data, a trainer of a tiny model, states to compare."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from sample_texts import sentences
+from small_data import read_lines
 from tiny_models import tiny_encoder
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments
@@ -42,7 +42,14 @@ def trainer_in(
 
 
 def log_of(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return read_lines(folder / name)
+
+
+def texts_in(trainer: ContAccumTrainer, inputs: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The rows of a micro-batch, as decoded texts."""
+    columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
+    decoded = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
+    return list(zip(*decoded, strict=True))
 
 
 def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
