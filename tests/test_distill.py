@@ -1,7 +1,5 @@
 """The distillation terms are sentence-transformers' own, beside the contrastive loss of every method."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from sample_texts import sentences
 from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, MarginMSELoss, MatryoshkaLoss
 from sentence_transformers.util import dot_score, pairwise_cos_sim, pairwise_dot_score
+from tiny_models import tiny_encoder
 from torch import Tensor
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
@@ -20,12 +19,8 @@ KINDS = [("margin_mse", {}), ("kl", {"temperature": 3.0})]
 
 
 @pytest.fixture
-def model(tiny_config, tiny_tokenizer) -> DualEncoder:
-    made = DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer).double()
-    for module in made.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return made.train()
+def model() -> DualEncoder:
+    return tiny_encoder(tied=False, normalize=False).double().train()
 
 
 def features(model: DualEncoder, n: int, columns: int) -> list[dict[str, Any]]:
@@ -62,12 +57,10 @@ def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(kind, m
 
 
 def test_half_precision_and_integer_scores_are_compared_in_float32():
-    embeddings = list(torch.randn(3, 4, 8).bfloat16())
-    labels = torch.tensor([[3, 1]] * 4)
-    found = Distillation("margin_mse")(embeddings, labels)
-    expected = theirs("margin_mse", "dot", 1.0, {}).compute_loss_from_embeddings(
-        [x.float() for x in embeddings], labels
-    )
+    embeddings, labels = torch.randn(3, 4, 8).bfloat16(), torch.tensor([[3, 1]] * 4)
+    found = Distillation("margin_mse")(list(embeddings), labels)
+    loss = theirs("margin_mse", "dot", 1.0, {})
+    expected = loss.compute_loss_from_embeddings(list(embeddings.float()), labels)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
@@ -134,10 +127,10 @@ def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model, cached):
     make: Any = CachedContAccumLoss if cached else ContAccumLoss
     for given in ({}, {"distill": "margin_mse", "distill_weight": 0.1}):
         loss_fn = make(model, 0, 1.0, dot_score, **given)
-        found.append(MatryoshkaLoss(model, loss_fn, [32, 8], [1.0, 3.0])(features(model, 6, 3), labels).item())
+        found.append(MatryoshkaLoss(model, loss_fn, [16, 8], [1.0, 3.0])(features(model, 6, 3), labels).item())
     embeddings = [model(column)["sentence_embedding"] for column in features(model, 6, 3)]
     loss = theirs("margin_mse", "cos", 1.0, {})
-    terms = [loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item() for size in (32, 8)]
+    terms = [loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item() for size in (16, 8)]
     assert found[1] - found[0] == pytest.approx(0.1 * (terms[0] + 3 * terms[1]), abs=1e-10)
 
 
