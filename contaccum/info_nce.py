@@ -73,8 +73,8 @@ class BankedInfoNCE(Banks):
             those that :meth:`observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
             :meth:`end_update`; ``"none"`` is the paper. See docs/drift.md.
         center_gradients: ``"both"``, ``"passages"`` or ``"queries"`` take the mean out of the gradients of that tower's
-            embeddings, so that no update moves it as a whole; ``"none"``; ``"auto"``: passages while ``drift_compensation``
-            is ``"auto"`` and entries of an older encoder are in use. See docs/drift.md.
+            embeddings, so that no update moves it as a whole; ``"none"``; ``"auto"``: passages, while
+            ``drift_compensation`` is ``"auto"`` and entries of an older encoder are in use. See docs/drift.md.
         pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank: that mean is then taken
             over the update. None: over each micro-batch by itself. See :meth:`begin_update`.
         bank_weight: how often a banked pair counts beside a local one, as a negative and as a row; above 1: how many

@@ -17,7 +17,7 @@ def _one_seed() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_cache(tmp_path_factory) -> Iterator[None]:
     """No test reads or fills the cache of whoever runs it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTACCUM_CACHE", str(tmp_path_factory.mktemp("cache")))

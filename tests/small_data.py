@@ -16,6 +16,15 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its name in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def write_beir(folder: Path, documents: dict, queries: dict, qrels: list[tuple], split: str = "train") -> Path:
     """A BEIR folder of documents as (title, text) by id, queries by id, and judgements as (query, document, grade)."""
     write_lines(folder / "corpus.jsonl", [{"_id": i, "title": t, "text": x} for i, (t, x) in documents.items()])
@@ -57,3 +66,12 @@ def write_beir_to_mine(folder: Path) -> Path:
     queries = {f"q{i}": text for i, text in enumerate(sentences(10, 5))}
     qrels = [(f"q{i}", f"d{(3 * i + j) % 30}", (1, 0, 2)[j]) for i in range(10) for j in range(3 - i % 2)]
     return write_beir(folder, {f"d{i}": text for i, text in enumerate(texts)}, queries, qrels)
+
+
+def write_open_qa(folder: Path) -> list[str]:
+    """Three questions with their answers, and four passages, two of which have a title; the paths of both files."""
+    questions, passages = folder / "test.qa.csv", folder / "psgs.tsv"
+    questions.write_text("who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n")
+    rows = ['1\t"one dog sat"\tCats', '2\t"the cat said ""hello"""\t', "3\ta bird\tthe mat", "4\ton the mat\t"]
+    passages.write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
+    return [str(questions), str(passages)]

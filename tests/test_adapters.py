@@ -12,7 +12,8 @@ import torch
 from peft import LoraConfig
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, Qwen3Config
+from tiny_models import qwen3_config
+from transformers import AutoModel
 
 from contaccum import DualEncoder
 from contaccum.adapters import add_adapter, backbones, has_adapter, in_4bit, merge_adapter
@@ -23,13 +24,11 @@ TEXTS = sentences(5)
 
 
 @pytest.fixture(scope="module")
-def bases(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bases(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     """Folders with the backbones bert and qwen3."""
     root = tmp_path_factory.mktemp("bases")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
     torch.manual_seed(1)
-    for name, config in (("bert", tiny_config), ("qwen3", Qwen3Config(vocab_size=len(tiny_tokenizer), **sizes))):
+    for name, config in (("bert", tiny_config), ("qwen3", qwen3_config(len(tiny_tokenizer)))):
         AutoModel.from_config(config).save_pretrained(root / name)
         tiny_tokenizer.save_pretrained(root / name)
     return root

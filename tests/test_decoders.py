@@ -1,6 +1,5 @@
 """Decoder backbones: the last token, EOS at the end of every text, padding, instructions; the recipes of configs/."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import transformers
 from datasets import Dataset
 from sample_texts import WORDS, sentences
 from sentence_transformers import SentenceTransformer
-from small_data import write_training_and_beir_data
+from small_data import read_lines, write_training_and_beir_data
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoModel, PreTrainedTokenizerFast
@@ -164,5 +163,5 @@ def test_a_recipe_trains_a_tiny_model_as_it_stands(name, tiny_config, tiny_token
     assert main(["train", str(file), *(f"--{key}={value}" for key, value in given.items())]) == 0, capsys.readouterr()
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert model[1].pooling_mode == ("lasttoken" if decoder else "mean")
-    log = [json.loads(line) for line in (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()]
+    log = read_lines(tmp_path / "out" / "train_log.jsonl")
     assert [line["pairs"] for line in log] == [128] and log[0]["bank_fill"] == 128

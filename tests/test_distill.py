@@ -1,7 +1,5 @@
 """The distillation terms are sentence-transformers' own, beside the contrastive loss of every method."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from sample_texts import sentences
 from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, MarginMSELoss, MatryoshkaLoss
 from sentence_transformers.util import dot_score, pairwise_cos_sim, pairwise_dot_score
+from tiny_models import tiny_encoder
 from torch import Tensor
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
@@ -20,12 +19,8 @@ KINDS = [("margin_mse", {}), ("kl", {"temperature": 3.0})]
 
 
 @pytest.fixture
-def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
-    made = DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer).double()
-    for module in made.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return made.train()
+def model() -> DualEncoder:
+    return tiny_encoder(tied=False, normalize=False).double().train()
 
 
 def features(model: DualEncoder, n: int, columns: int) -> list[dict[str, Any]]:
@@ -47,9 +42,7 @@ def theirs(kind: str, similarity: str, scale: float, more: dict[str, float]) -> 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
 @pytest.mark.parametrize("h", [1, 3])
-def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(
-    kind: str, more: dict[str, float], similarity: str, h: int
-) -> None:
+def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(kind, more, similarity, h):
     given = torch.randn(2 + h, 6, 8, dtype=torch.float64)
     labels, found = 5 * torch.randn(6, 1 + h, dtype=torch.float64), []
     ours = Distillation(kind, 0.5, more.get("temperature", 1.0), similarity, 4.0)
@@ -63,22 +56,18 @@ def test_a_term_and_its_gradient_equal_the_loss_of_sentence_transformers(
     assert ours.last is not None and ours.last.item() == pytest.approx(2 * found[0][0], abs=1e-10)
 
 
-def test_half_precision_and_integer_scores_are_compared_in_float32() -> None:
-    embeddings = list(torch.randn(3, 4, 8).bfloat16())
-    labels = torch.tensor([[3, 1]] * 4)
-    found = Distillation("margin_mse")(embeddings, labels)
-    expected = theirs("margin_mse", "dot", 1.0, {}).compute_loss_from_embeddings(
-        [x.float() for x in embeddings], labels
-    )
+def test_half_precision_and_integer_scores_are_compared_in_float32():
+    embeddings, labels = torch.randn(3, 4, 8).bfloat16(), torch.tensor([[3, 1]] * 4)
+    found = Distillation("margin_mse")(list(embeddings), labels)
+    loss = theirs("margin_mse", "dot", 1.0, {})
+    expected = loss.compute_loss_from_embeddings(list(embeddings.float()), labels)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("bank_size", [0, 64])
 @pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_every_method_adds_the_term_of_its_local_rows(
-    model: DualEncoder, kind: str, more: dict[str, float], bank_size: int, cached: bool
-) -> None:
+def test_every_method_adds_the_term_of_its_local_rows(model, kind, more, bank_size, cached):
     labels = torch.randn(10, 3, dtype=torch.float64)
     settings = {"bank_size": bank_size, **({"mini_batch_size": 3} if cached else {})}
     distill = {"distill": kind, "distill_weight": 0.7, "distill_temperature": more.get("temperature", 1.0)}
@@ -103,7 +92,7 @@ def test_every_method_adds_the_term_of_its_local_rows(
     assert loss_fn.eval()(features(encoder, 10, 4), None) > 0  # evaluation asks for no scores
 
 
-def test_ids_and_scores_come_in_one_tensor_or_either_alone() -> None:
+def test_ids_and_scores_come_in_one_tensor_or_either_alone():
     ids, scores = torch.randint(-(2**63), 2**63 - 1, (5, 4)), torch.randn(5, 3)
     both = torch.cat([ids, scores.view(torch.int32).long()], dim=1)
     found = split_labels(both, 4)
@@ -113,7 +102,7 @@ def test_ids_and_scores_come_in_one_tensor_or_either_alone() -> None:
     assert split_labels(torch.rand(5), 4) == split_labels(torch.rand(5, 4), 4) == (None, None)
 
 
-def test_scores_beside_ids_leave_masks_as_they_are(model: DualEncoder, caplog: Any) -> None:
+def test_scores_beside_ids_leave_masks_as_they_are(model, caplog):
     """A known positive of another row is no negative, with scores as without."""
     batch = features(model, 6, 3)
     ids = torch.arange(18).reshape(3, 6).T.contiguous()
@@ -133,19 +122,19 @@ def test_scores_beside_ids_leave_masks_as_they_are(model: DualEncoder, caplog: A
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model: DualEncoder, cached: bool) -> None:
+def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model, cached):
     labels, found = torch.randn(6, 2, dtype=torch.float64), []
     make: Any = CachedContAccumLoss if cached else ContAccumLoss
     for given in ({}, {"distill": "margin_mse", "distill_weight": 0.1}):
         loss_fn = make(model, 0, 1.0, dot_score, **given)
-        found.append(MatryoshkaLoss(model, loss_fn, [32, 8], [1.0, 3.0])(features(model, 6, 3), labels).item())
+        found.append(MatryoshkaLoss(model, loss_fn, [16, 8], [1.0, 3.0])(features(model, 6, 3), labels).item())
     embeddings = [model(column)["sentence_embedding"] for column in features(model, 6, 3)]
     loss = theirs("margin_mse", "cos", 1.0, {})
-    terms = [loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item() for size in (32, 8)]
+    terms = [loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item() for size in (16, 8)]
     assert found[1] - found[0] == pytest.approx(0.1 * (terms[0] + 3 * terms[1]), abs=1e-10)
 
 
-def test_what_cannot_be_distilled_is_one_line(model: DualEncoder) -> None:
+def test_what_cannot_be_distilled_is_one_line(model):
     loss_fn = ContAccumLoss(model, 8, distill="margin_mse")
     for columns, labels, message in (
         (2, torch.rand(4, 1), "distill=margin_mse needs hard negatives"),

@@ -23,8 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pre_batch": {"bank_size": 17, "query_bank_size": 0},
     "filters": {"bank_size": 17, "similarity": "cos", "false_negative_margin": 0.1, "guide_margin": 0.1},
 }
-
-
 CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
 
 
@@ -87,13 +85,8 @@ def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) 
             loss_fn.end_update()
     gradients.append(torch.stack([p.grad for p in towers.parameters()]))
     state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
-    return {
-        "gradients": gradients,
-        "losses": losses,
-        "told": told,
-        "state": state,
-        "drift": loss_fn.drift_record(),
-    }
+    drift = loss_fn.drift_record()
+    return {"gradients": gradients, "losses": losses, "told": told, "state": state, "drift": drift}
 
 
 def worker(rank: int, world: int, folder: str) -> None:
@@ -118,7 +111,7 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     mp.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(request.param)]

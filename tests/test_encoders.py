@@ -20,17 +20,9 @@ UNTIED = ("base.modules.router.Router",)
 @pytest.mark.parametrize("pooling", ["cls", "mean", "lasttoken"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_saved_model_encodes_identically_in_sentence_transformers(tied, pooling, tiny_config, tiny_tokenizer, tmp_path):
-    model = DualEncoder.from_backbone(
-        tiny_config,
-        tied=tied,
-        pooling=pooling,
-        normalize=pooling == "mean",
-        query_prompt="what is ",
-        passage_prompt="the ",
-        query_max_length=7,
-        passage_max_length=12,
-        tokenizer=tiny_tokenizer,
-    )
+    texts_of = {"query_prompt": "what is ", "passage_prompt": "the ", "query_max_length": 7, "passage_max_length": 12}
+    how = {"pooling": pooling, "normalize": pooling == "mean", **texts_of}
+    model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer, **how)
     if not tied:  # towers that differ, so that a mix-up would show
         with torch.no_grad():
             for parameter in model.query_encoder.parameters():

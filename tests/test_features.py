@@ -35,7 +35,7 @@ def layouts(tokenizer: Any, texts: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_a_text_has_one_id_however_its_batch_is_laid_out(tiny_tokenizer: Any) -> None:
+def test_a_text_has_one_id_however_its_batch_is_laid_out(tiny_tokenizer):
     found = {name: content_ids(features) for name, features in layouts(tiny_tokenizer, TEXTS * 2).items()}
     first = found.pop("right 0")
     assert len({*first.tolist()}) == len(TEXTS) and torch.equal(first[: len(TEXTS)], first[len(TEXTS) :])
@@ -44,7 +44,7 @@ def test_a_text_has_one_id_however_its_batch_is_laid_out(tiny_tokenizer: Any) ->
     assert alone == [first[10].item(), first[12].item()]
 
 
-def test_ids_of_a_hundred_thousand_short_texts_are_distinct_and_cut_texts_are_equal(tiny_tokenizer: Any) -> None:
+def test_ids_of_a_hundred_thousand_short_texts_are_distinct_and_cut_texts_are_equal(tiny_tokenizer):
     tokens = torch.randint(5, 90, (100_000, 4), generator=torch.Generator().manual_seed(0))
     assert len(set(content_ids({"input_ids": tokens}).tolist())) == len(tokens.unique(dim=0))
     cut = tiny_tokenizer(["cat dog cat dog", "cat dog cat bird"], truncation=True, max_length=4, return_tensors="pt")
@@ -52,7 +52,7 @@ def test_ids_of_a_hundred_thousand_short_texts_are_distinct_and_cut_texts_are_eq
 
 
 @pytest.mark.parametrize("rows", [4, len(TEXTS), 50])
-def test_the_first_texts_of_any_layout_keep_their_ids(tiny_tokenizer: Any, rows: int) -> None:
+def test_the_first_texts_of_any_layout_keep_their_ids(tiny_tokenizer, rows):
     for name, features in layouts(tiny_tokenizer, TEXTS).items():
         found = first_rows({**features, "task": "query"}, rows)
         assert rows_in(features) == len(TEXTS)
@@ -80,7 +80,7 @@ def images(kind: str, pictures: list[list[Tensor]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["a picture a text", "several", "patches", "pictures alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_pictures_behind_equal_tokens_are_told_apart(kind: str, dtype: torch.dtype) -> None:
+def test_pictures_behind_equal_tokens_are_told_apart(kind, dtype):
     a, b, c = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     ids = content_ids(images(kind, [[a], [b], [a], [c], [-a], [a.flip(2)]]))
     assert ids.tolist()[0] == ids.tolist()[2] and len({*ids.tolist()}) == 5
@@ -94,7 +94,7 @@ def test_pictures_behind_equal_tokens_are_told_apart(kind: str, dtype: torch.dty
         assert first_rows({key: x for key, x in found.items() if not key.startswith("num_")}, 4) is None
 
 
-def test_what_a_model_added_and_padding_with_zeros_change_no_id() -> None:
+def test_what_a_model_added_and_padding_with_zeros_change_no_id():
     audio = torch.randn(4, 5, 20, generator=torch.Generator().manual_seed(0))
     features = {"input_ids": torch.ones(4, 3, dtype=torch.int64), "input_features": audio}
     ids = content_ids(features)

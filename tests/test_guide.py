@@ -1,7 +1,5 @@
 """A guide inside sentence-transformers: GISTEmbed's rule for the batch and for the bank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,6 +9,7 @@ from sample_texts import WORDS, sentences
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss, MatryoshkaLoss
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tiny_models import tiny_encoder
 from torch import nn
 from transformers import BertTokenizerFast
 
@@ -22,17 +21,12 @@ OURS: dict[str, Any] = {"drift_compensation": "none", "mask_duplicates": False}
 
 
 @pytest.fixture
-def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
-    """Two towers, without dropout, in float64."""
-    made = DualEncoder.from_backbone(tiny_config, tied=False, pooling="mean", tokenizer=tiny_tokenizer).double()
-    for module in made.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return made.train()
+def model() -> DualEncoder:
+    return tiny_encoder(tied=False, normalize=False).double().train()
 
 
 @pytest.fixture(params=["same tokens", "other tokens", "shorter"])
-def guide(tiny_config: Any, tiny_tokenizer: Any, request: pytest.FixtureRequest) -> DualEncoder:
+def guide(tiny_config, tiny_tokenizer, request) -> DualEncoder:
     tokens = tiny_tokenizer
     if request.param == "other tokens":
         names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(WORDS), *"abcdefghijklmnopqrstuvwxyz0123456789"]
@@ -58,9 +52,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [2, 3], ids=["pairs", "triplets"])
 @pytest.mark.parametrize("margin", [("absolute", 0.0), ("absolute", 0.02), ("relative", 0.03)])
-def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_drifts(
-    model: DualEncoder, guide: DualEncoder, margin: tuple[str, float], columns: int
-) -> None:
+def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_drifts(model, guide, margin, columns):
     parts, (strategy, value) = 4, margin
     gist: Any = {**GIST, "margin_strategy": strategy, "margin": value}
     given: Any = {**OURS, "guide": guide, "guide_margin": value, "guide_margin_strategy": strategy}
@@ -84,9 +76,7 @@ def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_d
 
 
 @pytest.mark.parametrize("columns", [2, 4], ids=["pairs", "n-tuples"])
-def test_without_a_bank_the_cached_loss_is_cached_gist_embed(
-    model: DualEncoder, guide: DualEncoder, columns: int
-) -> None:
+def test_without_a_bank_the_cached_loss_is_cached_gist_embed(model, guide, columns):
     found = []
     for loss_fn in (
         CachedContAccumLoss(model, 0, mini_batch_size=5, guide=guide, guide_margin=0.02, **OURS),
@@ -99,9 +89,7 @@ def test_without_a_bank_the_cached_loss_is_cached_gist_embed(
 
 
 @pytest.mark.parametrize("guide", ["other tokens"], indirect=True)
-def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(
-    model: DualEncoder, guide: DualEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(model, guide, monkeypatch):
     asked: list[int] = []
     guide.register_forward_hook(lambda module, inputs, output: asked.append(len(output["sentence_embedding"])))
     found = []
@@ -110,7 +98,7 @@ def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(
         CachedContAccumLoss(model, 64, guide=guide, guide_margin=0.02, mini_batch_size=4),
     ):
         model.zero_grad()
-        wrapped = MatryoshkaLoss(model, loss_fn, [32, 8])
+        wrapped = MatryoshkaLoss(model, loss_fn, [16, 8])
         for seed in range(3):
             wrapped(batch(model, range(seed, seed + 2), 3), None).backward()
         found.append(gradient(model))
@@ -121,7 +109,7 @@ def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(
 
 
 @pytest.mark.parametrize("guide", ["same tokens"], indirect=True)
-def test_what_a_guide_cannot_read_is_refused(model: DualEncoder, guide: DualEncoder, tiny_tokenizer: Any) -> None:
+def test_what_a_guide_cannot_read_is_refused(model, guide, tiny_tokenizer):
     static = SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)])
     with pytest.raises(ConfigError, match="each need a tokenizer"):
         ContAccumLoss(static, guide=guide)

@@ -25,16 +25,16 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds() -> None:
+def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds():
     """Bounds for what two people can hold in their heads; with all that is planned, 11,500 lines in 75 modules."""
     assert len(MODULES) <= 75
     assert _lines(MODULES) <= 11_150
-    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 10_940
+    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 10_750
     docs = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
     assert sum(len(text.split()) for text in docs) <= 15_000
 
 
-def test_no_module_is_over_450_lines_and_no_function_over_90() -> None:
+def test_no_module_is_over_450_lines_and_no_function_over_90():
     assert [path.name for path in MODULES if _lines([path]) > 450] == []
     functions = [
         f"{path.name}:{node.name}"
@@ -45,7 +45,7 @@ def test_no_module_is_over_450_lines_and_no_function_over_90() -> None:
     assert functions == []
 
 
-def test_no_circle_of_imports_type_checking_counted() -> None:
+def test_no_circle_of_imports_type_checking_counted():
     names = {_name(path) for path in MODULES}
     imports: dict[str, set[str]] = {}
     for path, tree in TREES.items():
@@ -70,7 +70,7 @@ def test_no_circle_of_imports_type_checking_counted() -> None:
         visit(name, ())
 
 
-def test_every_import_is_declared() -> None:
+def test_every_import_is_declared():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     declared = {re.split(r"[<>=;\[ ]", x)[0].lower().replace("-", "_") for x in re.findall(r'"([^"\n]+)"', pyproject)}
     called = {"yaml": "pyyaml", "faiss": "faiss_cpu", "pytrec_eval": "pytrec_eval_terrier"}
@@ -85,16 +85,14 @@ def test_every_import_is_declared() -> None:
     assert {name for name in foreign if called.get(name, name) not in declared} == set()
 
 
-def test_importing_the_package_takes_less_than_a_tenth_of_a_second() -> None:
+def test_importing_the_package_takes_less_than_a_tenth_of_a_second():
     code = "import time; t = time.perf_counter(); import contaccum; print(time.perf_counter() - t)"
     times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
     assert min(times) < 0.1
 
 
 @pytest.mark.parametrize("command", ["train", "mine", "encode", "search", "evaluate", "open_qa", "compare", "report"])
-def test_a_command_with_a_wrong_option_ends_with_one_line_and_code_2(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_with_a_wrong_option_ends_with_one_line_and_code_2(command, capsys):
     from contaccum.cli import main
 
     started = time.process_time()

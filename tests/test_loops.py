@@ -37,7 +37,7 @@ def dataset() -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def build(tiny_config: Any, tiny_tokenizer: Any) -> Callable[..., DualEncoder]:
+def build(tiny_config, tiny_tokenizer) -> Callable[..., DualEncoder]:
     def make(dies_at: int | None = None) -> DualEncoder:
         set_seed(7)
         model = DualEncoder.from_backbone(tiny_config, pooling="mean", normalize=True, tokenizer=tiny_tokenizer)

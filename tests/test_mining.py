@@ -1,5 +1,7 @@
-"""Which passages become negatives, their scores, and the files that they are written to."""
+"""Which passages become negatives and which never do, their scores, and the files that they are written to."""
 
+import copy
+import gzip
 import json
 import sys
 from collections import Counter
@@ -12,7 +14,7 @@ import torch
 from datasets import Dataset
 from sample_texts import sentences
 from sentence_transformers import util
-from small_data import write_beir_to_mine, write_lines, write_pairs_to_mine
+from small_data import read_lines, write_beir, write_beir_to_mine, write_lines, write_pairs_to_mine
 from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
@@ -32,22 +34,22 @@ from contaccum.mining import (
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_path: str) -> DualEncoder:
+def model(tiny_model_path) -> DualEncoder:
     return DualEncoder.from_pretrained(tiny_model_path, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory) -> Path:
     return write_pairs_to_mine(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
 @pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def beir(tmp_path_factory) -> Path:
     return write_beir_to_mine(tmp_path_factory.mktemp("beir") / "beir")
 
 
 @pytest.fixture(scope="module")
-def cross_encoder(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
     """A random cross-encoder whose logits spread over some 10 points."""
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
     options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
@@ -61,10 +63,6 @@ def mine(model: Any, data: Any, **settings: Any) -> Any:
     return mine_hard_negatives(data, model, show_progress=False, **settings)
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     "rules",
     [
@@ -76,12 +74,11 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
-    records = lines_of(pairs)[4:36]  # queries with one positive
+    records = read_lines(pairs)[4:36]  # queries with one positive
     settings = {"num_negatives": 2, "range_min": 0, **rules}
     mined = mine(model, records, **settings)
-    theirs = util.mine_hard_negatives(
-        Dataset.from_list(records), model, output_format="labeled-list", verbose=False, **settings
-    )
+    settings |= {"output_format": "labeled-list", "verbose": False}
+    theirs = util.mine_hard_negatives(Dataset.from_list(records), model, **settings)
     expected = dict(zip(theirs["query"], (passages[1:] for passages in theirs["positive"]), strict=True))
     data = mined.data
     for number, query in enumerate(data.queries):
@@ -190,12 +187,9 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
-    before = [
-        *(value.clone() for value in live.state_dict().values()),
-        *(p.grad.clone() for p in live.parameters() if p.grad is not None),
-    ]
+    before = copy.deepcopy([*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)])
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    first, again = (mine(live, lines_of(pairs), sampling="random") for _ in range(2))
+    first, again = (mine(live, read_lines(pairs), sampling="random") for _ in range(2))
     # In training mode dropout would give other scores each time.
     assert first.rows.tolist() == again.rows.tolist() and first.scores.tolist() == again.scores.tolist()
     assert all(module.training for module in live.modules()) and not list(tmp_path.iterdir())
@@ -205,7 +199,7 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
 
 
 @pytest.fixture(scope="module")
-def mined(model: DualEncoder, pairs: Path, beir: Path) -> dict[str, Any]:
+def mined(model, pairs, beir) -> dict[str, Any]:
     """Two negatives for every query of each source."""
     return {name: mine(model, path, num_negatives=2) for name, path in (("pairs", pairs), ("beir", beir))}
 
@@ -243,7 +237,7 @@ def test_the_scores_of_a_cross_encoder_come_back_as_the_teachers(model, cross_en
 
 
 def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mined, tmp_path):
-    tevatron = lines_of(write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")[0])
+    tevatron = read_lines(write_mined(mined["beir"], tmp_path / "t.jsonl", "tevatron")[0])
     dpr = json.loads(write_mined(mined["beir"], tmp_path / "d.json", "dpr")[0].read_text())
     for line, record in zip(tevatron, dpr, strict=True):
         assert list(line) == ["query_id", "query", "positive_passages", "negative_passages"]
@@ -262,10 +256,10 @@ def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(model
     data = load_mining_data([{"query": query, "positive": positive} for query, positive in rows])
     found = mine(model, data, num_negatives=2)
     pairs, report = write_mined(found, tmp_path / "pairs.jsonl")
-    assert [len(line["negatives"]) for line in lines_of(pairs)] == [1, 1, 1, 2]
+    assert [len(line["negatives"]) for line in read_lines(pairs)] == [1, 1, 1, 2]
     record = json.loads(report.read_text())
     assert (record["data"]["queries"], record["queries_with_too_few"]) == (2, 1)
-    assert [line["query"] for line in lines_of(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])] == ["q2"]
+    assert [line["query"] for line in read_lines(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])] == ["q2"]
     with pytest.raises(DataError, match="no query has 4 negatives"):
         write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")
     assert not list(tmp_path.glob("none*"))
@@ -281,3 +275,95 @@ def test_an_output_that_would_lose_something_is_refused(tmp_path):
     ]:
         with pytest.raises(UserError, match=words):
             check_output(tmp_path / name, output_format)
+
+
+# What may not become a negative: every known positive, under whatever id, title, spacing or case.
+
+
+def passages(data, rows):
+    return [data.documents[row].passage for row in rows]
+
+
+def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come_together(tmp_path):
+    rows = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
+    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows]))
+    assert data.queries == ["q1", "q2", "Q1 "] and data.pool_size == 4
+    assert [passages(data, rows) for rows in data.positives] == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
+    assert data.pair_counts == [2, 1, 1]
+    assert [passages(data, rows) for rows in data.excluded] == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
+    assert (data.record["queries"], data.record["pairs"], data.record["passages"]) == (3, 4, 4)
+
+
+def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
+    record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
+    (tmp_path / "d.json").write_text(json.dumps([record]))
+    for source, expected in ((tmp_path / "d.json", ["T a", "T b"]), ([{"query": "q", "positive": ["a", "b"]}], "ab")):
+        data = load_mining_data(source)
+        assert passages(data, data.positives[0]) == list(expected)
+        assert data.pair_counts == [1] and data.excluded == [[0, 1]]
+
+
+DOCUMENTS = {
+    "d0": ("The Sky", "It is  blue."),
+    "d1": ("the sky", "it is blue."),  # the same passage under another id
+    "d2": ("", "It is blue."),  # the same text without its title
+    "d3": ("Heaven", "It is blue."),  # and under another title
+    "d4": ("", ""),
+    "d5": ("Grass", "It is green."),
+    "d6": ("", "What colour is the sky?"),
+}
+QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
+
+
+def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_case(tmp_path):
+    folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)])
+    data = load_mining_data(folder)
+    assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
+    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3", "d6"], ["d5"]]
+
+
+def test_queries_of_the_same_text_share_their_positives(tmp_path):
+    queries = {"q0": "is it blue", "q1": "Is it  blue"}
+    data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, queries, [("q0", "d5", 1), ("q1", "d6", 1)]))
+    assert data.query_ids == ["q0", "q1"] and data.excluded[0] == data.excluded[1]
+    assert data.positives[0] == data.positives[1][::-1]
+
+
+def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_candidates(tmp_path):
+    data_file = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
+    records = [{"_id": i, "title": t, "text": x} for i, (t, x) in DOCUMENTS.items() if t or x]
+    packed = tmp_path / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+    data = load_mining_data(data_file, packed)
+    assert data.pool_size == 5 and data.positives == [[1]]
+    assert [data.documents[row].id for row in data.excluded[0]] == ["d0", "d2", "d3"]
+    other = write_lines(tmp_path / "other.jsonl", [{"_id": "x", "text": "Nothing of the kind"}])
+    data = load_mining_data(data_file, other)
+    assert data.pool_size == 1 and data.positives == [[1]] and data.excluded == [[]]
+
+
+def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
+    folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
+    cleaned = write_lines(tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}])
+    data = load_mining_data(folder, cleaned)
+    assert data.excluded == [[0], []]
+    assert data.record["fingerprint"] != load_mining_data(folder).record["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("judged", "documents", "message"),
+    [("d0 0", DOCUMENTS, "no query"), ("d4 1", DOCUMENTS, "no query"), ("d4 1", {"d4": ("", " ")}, "no passage")],
+)
+def test_data_without_anything_to_mine_are_refused(tmp_path, judged, documents, message):
+    with pytest.raises(DataError, match=message):
+        load_mining_data(write_beir(tmp_path / "b", documents, QUERIES, [("q0", *judged.split())]))
+
+
+def test_a_bad_record_is_named_or_left_out(tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "p"}, {"query": "r"}])
+    with pytest.raises(DataError, match=r"p\.jsonl:2: missing positive"):
+        load_mining_data(path)
+    data = load_mining_data(path, on_bad_record="skip")
+    assert data.queries == ["q"] and "1 left out" in data.record["records"]
+    with pytest.raises(DataError, match=r"c\.jsonl:1: missing text"):
+        load_mining_data([{"query": "q", "positive": "p"}], write_lines(tmp_path / "c.jsonl", [{"_id": "x"}]))

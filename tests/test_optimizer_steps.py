@@ -4,7 +4,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ def copies(model: nn.Module, flat: bool, each: bool = False) -> Callable[[], Non
 
 @pytest.mark.parametrize("drift", ["auto", "mean", "fresh", "none"])
 @pytest.mark.parametrize("said", ["after", "before"])
-def test_a_loop_that_forgets_end_update_does_what_one_does_that_calls_it(drift: str, said: str) -> None:
+def test_a_loop_that_forgets_end_update_does_what_one_does_that_calls_it(drift, said):
     found = []
     for each in ("no", said):
         model, loss_fn = encoder(), BankedInfoNCE(bank_size=40, temperature=0.5, drift_compensation=drift)
@@ -94,7 +93,7 @@ COPIES = [partial(copies, flat=False), partial(copies, flat=True), partial(copie
 
 
 @pytest.mark.parametrize("kind", [adam, *COPIES])
-def test_every_step_counts_once_of_an_optimizer_over_the_weights_or_copies_of_them(kind: Any) -> None:
+def test_every_step_counts_once_of_an_optimizer_over_the_weights_or_copies_of_them(kind):
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     run(model, loss_fn, kind(model))
     state = loss_fn.state_dict()  # which ends the last
@@ -104,7 +103,7 @@ def test_every_step_counts_once_of_an_optimizer_over_the_weights_or_copies_of_th
     assert again.bank.updates == 6
 
 
-def test_steps_of_other_models_do_not_count() -> None:
+def test_steps_of_other_models_do_not_count():
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     other = nn.Parameter(torch.ones(300))  # fewer numbers than the encoder trains
     own, others = adam(model), torch.optim.SGD([other], lr=0.1)
@@ -121,7 +120,7 @@ def test_steps_of_other_models_do_not_count() -> None:
     assert loss_fn.bank.updates == 6
 
 
-def test_copies_of_parameters_that_are_left_empty_count_when_all_have_stepped() -> None:
+def test_copies_of_parameters_that_are_left_empty_count_when_all_have_stepped():
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     held = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     loss_fn(*(model(x) for x in next(pairs(1))[0]))
@@ -133,7 +132,7 @@ def test_copies_of_parameters_that_are_left_empty_count_when_all_have_stepped() 
         assert loss_fn.bank.updates == updates
 
 
-def test_part_of_an_encoder_in_one_optimizer_and_cached_embeddings_count_too() -> None:
+def test_part_of_an_encoder_in_one_optimizer_and_cached_embeddings_count_too():
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     model[0].requires_grad_(False)
     run(model, loss_fn, adam(model[2]))
@@ -152,7 +151,7 @@ def test_part_of_an_encoder_in_one_optimizer_and_cached_embeddings_count_too() -
     assert loss_fn.bank.updates == 4
 
 
-def test_a_copy_of_a_loss_holds_no_model_and_counts_its_own_updates() -> None:
+def test_a_copy_of_a_loss_holds_no_model_and_counts_its_own_updates():
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     run(model, loss_fn, adam(model), updates=2)
     other = copy.deepcopy(loss_fn)
@@ -163,7 +162,7 @@ def test_a_copy_of_a_loss_holds_no_model_and_counts_its_own_updates() -> None:
     assert (loss_fn.bank.updates, other.bank.updates) == (2, 5)
 
 
-def test_where_no_step_can_be_seen_one_warning_says_so_and_entries_count_as_old(caplog: Any) -> None:
+def test_where_no_step_can_be_seen_one_warning_says_so_and_entries_count_as_old(caplog):
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=256)
     with caplog.at_level(logging.WARNING):
         for micro_batches in pairs(5, k=8, n=128):

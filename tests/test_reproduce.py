@@ -109,7 +109,7 @@ EPOCHS = {"msmarco": 10, "nq": 40, "trivia": 40, "webq": 100, "trec": 100}
 @pytest.mark.parametrize("data", BANKS)
 @pytest.mark.parametrize(("memory", "pairs"), [("11gb", 8), ("24gb", 32), ("80gb", 128)])
 @pytest.mark.parametrize("method", reproduce_table1.METHODS)
-def test_a_recipe_is_taken_and_says_what_the_paper_says(data: str, memory: str, pairs: int, method: str) -> None:
+def test_a_recipe_is_taken_and_says_what_the_paper_says(data, memory, pairs, method):
     args, rest = reproduce_table1._parse([])
     train = next(step for step in reproduce_table1.plan(data, memory, method, args, rest) if "train" in step.command)
     model, source, args = parse(train.command[1:])

@@ -19,7 +19,7 @@ SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("eval", "scripts") f
 
 
 @pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def run_script(monkeypatch) -> Any:
     def run(script: str, *argv: Any) -> None:
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [script, *map(str, argv)])
@@ -29,21 +29,20 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_shows_its_options(run_script: Any, script: str, capsys: Any) -> None:
+def test_every_script_shows_its_options(run_script, script, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_script(script, "--help")
     assert stopped.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
-def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path: Path, capsys: Any) -> None:
+def test_split_pairs_holds_out_passages_and_loses_none(run_script, tmp_path, capsys):
     queries, passages = sentences(60, 1), sentences(30, 2, 9)
     pairs = [{"query": query, "positive": passages[i % 30]} for i, query in enumerate(queries)]
     source = write_lines(tmp_path / "pairs.jsonl", pairs)
     run_script("eval/split_pairs.py", source, tmp_path / "out", "--dev", "0.2", "--test", "0.2")
     trained = load_training_data(tmp_path / "out" / "train.jsonl").dataset["positive"]
-    held_out = [
-        text["text"] for part in ("dev", "test") for text in load_beir_folder(tmp_path / "out" / part).corpus.values()
-    ]
+    parts = [load_beir_folder(tmp_path / "out" / part) for part in ("dev", "test")]
+    held_out = [document["text"] for part in parts for document in part.corpus.values()]
     assert len(set(trained)) + len(held_out) == 30 and not set(trained) & set(held_out)
     assert held_out and set(trained) | set(held_out) == set(passages)
     with pytest.raises(SystemExit) as stopped:
@@ -52,7 +51,7 @@ def test_split_pairs_holds_out_passages_and_loses_none(run_script: Any, tmp_path
     assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
 
 
-def test_holm_corrects_over_all_pairs_of_all_reports(run_script: Any, tmp_path: Path, capsys: Any) -> None:
+def test_holm_corrects_over_all_pairs_of_all_reports(run_script, tmp_path, capsys):
     gains = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}
 
     def score(entry: str, data: str, seed: int, query: int) -> float:
@@ -74,13 +73,11 @@ def test_holm_corrects_over_all_pairs_of_all_reports(run_script: Any, tmp_path: 
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
     assert [(row["training"], row["pair"]) for row in rows] == [(d, p) for d in ("nqg", "arxiv") for p in pairs]
     for row in rows:
-        a, b = (
-            [sum(score(x, row["training"], seed, n) for seed in (0, 1)) / 2 for n in range(20)]
-            for x in (name.rpartition("_learning")[0] for name in row["groups"])
-        )
-        assert {k: row[k] for k in ("difference", "low", "p_value")} == pytest.approx(
-            {k: x for k, x in paired_bootstrap(a, b).items() if k in ("difference", "low", "p_value")}
-        )
+        entries = [name.rpartition("_learning")[0] for name in row["groups"]]
+        means = [[sum(score(x, row["training"], s, n) for s in (0, 1)) / 2 for n in range(20)] for x in entries]
+        expected = paired_bootstrap(*means)
+        for key in ("difference", "low", "p_value"):
+            assert row[key] == pytest.approx(expected[key])
     add_holm(again := [{"p_value": row["p_value"]} for row in rows])
     assert [row["p_holm"] for row in rows] == [row["p_holm"] for row in again]
     assert min(row["p_value"] for row in rows) * 4 == pytest.approx(min(row["p_holm"] for row in rows))

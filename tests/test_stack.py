@@ -1,7 +1,5 @@
 """The README's table of what works: each cell is tried here, those of sentence-transformers' losses too."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +16,9 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tiny_models import qwen3_config
 from torch import nn
-from transformers import DataCollatorWithFlattening, Qwen3Config
+from transformers import DataCollatorWithFlattening
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 
@@ -74,9 +73,7 @@ def compiled(case: Case) -> None:
 
 
 def unpadded(case: Case) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    config = Qwen3Config(vocab_size=len(case.tokenizer), **shape, **heads)
+    config = qwen3_config(len(case.tokenizer))
     case.model = DualEncoder.from_backbone(config, tokenizer=case.tokenizer, pooling="mean", device="cpu")
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
@@ -145,8 +142,8 @@ TABLE = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_trains_with_a_part_of_the_stack_where_the_table_says_so_and_else_does_not(
-    name: str, part: str, tiny_tokenizer: Any, tiny_config: Any, tmp_path: Path
-) -> None:
+    name, part, tiny_tokenizer, tiny_config, tmp_path
+):
     case = Case(tiny_tokenizer, tiny_config, tmp_path)
     PARTS[part](case)
     if TABLE[part][name] == "yes":

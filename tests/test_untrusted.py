@@ -34,12 +34,12 @@ class Payload:
 
 
 @pytest.fixture
-def mark(tmp_path: Path) -> Path:
+def mark(tmp_path) -> Path:
     return tmp_path / "it_ran"
 
 
 @pytest.fixture(scope="module")
-def harmless(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def harmless(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     """A backbone, a SentenceTransformer (tied and untied) and a cross-encoder."""
     root = tmp_path_factory.mktemp("harmless")
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from sample_texts import WORDS
-from transformers import BertConfig, BertTokenizerFast, set_seed
+from transformers import BertConfig, BertTokenizerFast, Qwen3Config, set_seed
 
 
 @cache
@@ -20,6 +20,12 @@ def bert_config(layers: int, hidden_size: int, intermediate_size: int, **given: 
     given = {"num_hidden_layers": layers, "num_attention_heads": 2, "max_position_embeddings": 64, **given}
     given |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
     return BertConfig(vocab_size=len(word_tokenizer()), **given)
+
+
+def qwen3_config(vocab_size: int) -> Qwen3Config:
+    """A decoder of two layers and 32 dimensions."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    return Qwen3Config(vocab_size=vocab_size, num_attention_heads=2, num_key_value_heads=1, head_dim=16, **sizes)
 
 
 def tiny_encoder(tied: bool = True, dropout: float = 0.0, **given: Any) -> Any:

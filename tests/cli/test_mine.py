@@ -12,7 +12,7 @@ from contaccum.files import package_versions
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Path:
+def pairs(tmp_path) -> Path:
     return write_pairs_to_mine(tmp_path / "pairs.jsonl")
 
 

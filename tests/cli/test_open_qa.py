@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from small_data import write_open_qa
 
 from contaccum.cli import main
 from contaccum.evaluation.results import read_result, read_trec_run
@@ -10,10 +11,8 @@ from contaccum.evaluation.results import read_result, read_trec_run
 
 @pytest.fixture
 def files(tmp_path):
-    (tmp_path / "test.qa.csv").write_text("who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n")
-    rows = ["1\tone dog sat\tCats", "2\tthe cat said\t", "3\ta bird on the tree\tthe mat", "4\tin 1947 , on the mat\t"]
-    (tmp_path / "psgs.tsv").write_text("id\ttext\ttitle\n" + "\n".join(rows) + "\n")
-    return ["--questions", str(tmp_path / "test.qa.csv"), "--passages", str(tmp_path / "psgs.tsv"), "--no_progress"]
+    questions, passages = write_open_qa(tmp_path)
+    return ["--questions", questions, "--passages", passages, "--no_progress"]
 
 
 def test_a_model_and_the_run_that_it_wrote_score_the_same(tiny_model_path, files, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sample_texts import sentences
@@ -19,7 +18,7 @@ QUERIES = sentences(12, 2)
 
 
 @pytest.fixture(scope="module")
-def root(tiny_config: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     """A saved encoder, another one, a BEIR folder of 60 documents (some twins), and a store of them in four shards."""
     root = tmp_path_factory.mktemp("search")
     for name in ("encoder", "other"):
@@ -44,7 +43,7 @@ def run(root: Path, output: Path, *options: object, model: str | None = "encoder
     return main(["search", *map(str, [*given, *where, *options])])
 
 
-def test_a_run_is_what_an_array_gives(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_what_an_array_gives(root, tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 32 * 25)
     assert run(root, tmp_path / "run.trec", "--top_k", 7) == 0
     found, store = read_trec_run(tmp_path / "run.trec"), EmbeddingStore.open(root / "store")
@@ -59,20 +58,20 @@ def test_a_run_is_what_an_array_gives(root: Path, tmp_path: Path, monkeypatch: p
     assert record["store"]["rows"] == 60 and record["queries"]["count"] == 12
 
 
-def test_queries_that_were_encoded_before_need_no_model(root: Path, tmp_path: Path) -> None:
+def test_queries_that_were_encoded_before_need_no_model(root, tmp_path):
     encode(root, "queries.jsonl", tmp_path / "encoded", "--kind", "query")
     assert run(root, tmp_path / "a.trec") == 0
     assert run(root, tmp_path / "b.trec", "--queries", tmp_path / "encoded", model=None) == 0
     assert read_trec_run(tmp_path / "a.trec") == read_trec_run(tmp_path / "b.trec")
 
 
-def test_of_a_beir_folder_the_queries_of_a_split_are_searched_if_one_is_named(root: Path, tmp_path: Path) -> None:
+def test_of_a_beir_folder_the_queries_of_a_split_are_searched_if_one_is_named(root, tmp_path):
     for options, count in ((["--split", "test"], 2), ([], 12)):
         assert run(root, tmp_path / "run.trec", "--queries", root, *options) == 0
         assert len(read_trec_run(tmp_path / "run.trec")) == count
 
 
-def test_an_index_file_is_written_once_and_searched_again(root: Path, tmp_path: Path) -> None:
+def test_an_index_file_is_written_once_and_searched_again(root, tmp_path):
     options = ["--index", "IVF4,Flat", "--index_parameters", "nprobe=2", "--index_file", tmp_path / "ivf.faiss"]
     for name in ("first", "second"):
         assert run(root, tmp_path / f"{name}.trec", "--top_k", 5, *options) == 0

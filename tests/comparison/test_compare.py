@@ -14,12 +14,12 @@ MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "
 
 
 @pytest.fixture(scope="session")
-def options(tokens: list[str], place: Path) -> list[str]:
+def options(tokens, place) -> list[str]:
     return [*tokens, "--eval_data", str(place / "beir")]
 
 
 @pytest.fixture(scope="module")
-def compared(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def compared(options, tmp_path_factory) -> tuple[list[str], Path]:
     """A comparison of two tiny models: the command's arguments, and its folder."""
     folder = tmp_path_factory.mktemp("compared")
     arguments = ["compare", *options, f"--output_dir={folder}", *MORE]
@@ -28,7 +28,7 @@ def compared(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.slow
-def test_two_methods_are_trained_scored_and_reported(compared: tuple[list[str], Path]) -> None:
+def test_two_methods_are_trained_scored_and_reported(compared):
     _, folder = compared
     report = json.loads((folder / "report.json").read_text())
     assert report["warnings"] == [] and report["failed"] == {} and len(report["comparisons"]) == 4

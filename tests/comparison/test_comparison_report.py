@@ -17,11 +17,21 @@ ABOUT = {
 }
 
 
+# What is the same of every run.
+ALIKE = {"pairs_per_update": 12, "updates": 8, "pairs_trained": 86, "seconds_per_update": 1.0, "grad_norm_ratio": 1.5}
+ALIKE |= {"final_loss": None, **dict.fromkeys(("git_commit", "versions", "machine"), "the same")}
+
+
 def score(entry: str, labels: Any, seed: int, query: int) -> float:
     """Made-up: better with a greater bank, a little other for each seed and query."""
     gain = {"grad_accum": 0.0, "contaccum": 0.1, "published": -0.02}[entry]
     bank = int(labels.get("bank_size", 0)) / 1000
     return 0.4 + gain + bank + 0.01 * seed + (query * 37 % 11) / 50 + (query * seed * 13 % 7) / 70
+
+
+def means(entry: str, labels: Any) -> list[float]:
+    """By query, over the two seeds."""
+    return [statistics.fmean(score(entry, labels, seed, query) for seed in (0, 1)) for query in range(20)]
 
 
 def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -39,15 +49,9 @@ def made_up(plan: Plan) -> dict[str, dict[str, Any]]:
                 "evaluations": {"beir": evaluation},
                 "initial_weights": f"weights {seed}",
                 "data_order": f"order {seed}",
-                "pairs_per_update": 12,
-                "updates": 8,
-                "pairs_trained": 86,
-                **dict.fromkeys(("git_commit", "versions", "machine"), "the same"),
                 "train_seconds": 8.0 + seed,
-                "seconds_per_update": 1.0,
                 "peak_memory_mb": 100.0 + seed,
-                "grad_norm_ratio": 1.5,
-                "final_loss": None,
+                **ALIKE,
             }
     return results
 
@@ -58,22 +62,18 @@ def planned(tokens: list[str], baseline: str | None = None) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def plan(tokens: list[str]) -> Plan:
+def plan(tokens) -> Plan:
     return planned(tokens)
 
 
-def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: Plan) -> None:
+def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan):
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
     entries = ("contaccum", "published")
     assert [(r["entry"], r["labels"]["bank_size"]) for r in rows] == [(e, m) for e in entries for m in ("8", "16")]
     assert {row["baseline_group"] for row in rows} == {"grad_accum"}  # one run for both cells
     for row in rows:
-        mine, theirs = (
-            [statistics.fmean(score(entry, labels, seed, q) for seed in (0, 1)) for q in range(20)]
-            for entry, labels in ((row["entry"], row["labels"]), ("grad_accum", {}))
-        )
-        expected = paired_bootstrap(mine, theirs)
+        expected = paired_bootstrap(means(row["entry"], row["labels"]), means("grad_accum", {}))
         assert {key: row[key] for key in expected} == pytest.approx(expected)
         assert statistics.fmean(row["difference_by_seed"]) == pytest.approx(row["difference"])
     add_holm(again := [{"p_value": row["p_value"]} for row in rows])
@@ -86,7 +86,7 @@ def test_differences_are_to_the_baseline_of_the_same_cell_query_by_query(plan: P
     assert report["warnings"] == []
 
 
-def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens: list[str]) -> None:
+def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens):
     plan = planned(tokens, "contaccum")
     report = build_report(plan, made_up(plan), {}, ABOUT)
     rows = [row for row in report["comparisons"] if row["metric"] == "MRR@10" and row["entry"] == "grad_accum"]
@@ -95,7 +95,7 @@ def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens: list[str]) -> N
     assert "| grad_accum | (16) |" in markdown(report)
 
 
-def test_unequal_beginnings_and_data_are_said_first(plan: Plan) -> None:
+def test_unequal_beginnings_and_data_are_said_first(plan):
     results = made_up(plan)
     odd = results["contaccum_bank_size-8_seed-1"]
     odd |= {"initial_weights": "other", "data_order": "other", "updates": 9}
@@ -106,7 +106,7 @@ def test_unequal_beginnings_and_data_are_said_first(plan: Plan) -> None:
     assert text.index("## Take care") < text.index("## beir")
 
 
-def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None:
+def test_runs_that_failed_are_named_and_the_rest_is_reported(plan):
     results = made_up(plan)
     for name in ("contaccum_bank_size-8_seed-1", "published_bank_size-8_seed-0", "published_bank_size-8_seed-1"):
         del results[name]
@@ -119,7 +119,7 @@ def test_runs_that_failed_are_named_and_the_rest_is_reported(plan: Plan) -> None
     assert empty["comparisons"] == [] and "## Failed" in markdown(empty)
 
 
-def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
+def test_report_to_read_has_every_metric_and_cost(plan):
     report = build_report(plan, made_up(plan), {}, ABOUT)
     text = markdown(report)
     lines = text.splitlines()
@@ -137,7 +137,7 @@ def test_report_to_read_has_every_metric_and_cost(plan: Plan) -> None:
         assert line in lines
 
 
-def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens: list[str]) -> None:
+def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens):
     variants = [["published", "drift_compensation=none", "normalize_by=all"]]
     tokens = [*tokens, "--bank_hard_negatives=false", "--temperature=0.1"]
     plan = make_plan(read_options([], tokens), ["grad_accum", "contaccum"], variants, ["bank_size=8,16"], [0])

@@ -1,6 +1,5 @@
 """Which runs there are: nothing twice, nothing unfair, and every mistake before the first run."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ def arguments(found: Plan, entry: str) -> list[Any]:
     return [group.parsed[2] for group in found.groups.values() if group.entry == entry]
 
 
-def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(tokens: list[str]) -> None:
+def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(tokens):
     methods = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch"]
     found = plan(tokens, methods, grid=["bank_size=8,16", "learning_rate=1e-5,5e-5"])
     counts = {entry.name: len(arguments(found, entry.name)) for entry in found.entries}
@@ -28,7 +27,7 @@ def test_a_method_without_the_gridded_setting_runs_once_for_all_cells(tokens: li
     assert (args.bank_size, args.learning_rate) == (8, 5e-5)
 
 
-def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens: list[str]) -> None:
+def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens):
     grid = ["per_device_train_batch_size=4,8", "gradient_accumulation_steps=2,4"]
     found = plan(tokens, ["in_batch", "grad_accum"], grid=grid)
     assert {args.gradient_accumulation_steps for args in arguments(found, "in_batch")} == {1}
@@ -37,7 +36,7 @@ def test_in_batch_is_one_batch_of_all_the_pairs_of_an_update(tokens: list[str]) 
         assert len({found.groups[name].parsed[2].total_train_batch_size for name in names}) == 1
 
 
-def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens: list[str]) -> None:
+def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens):
     more = ["--mask_duplicates=false", "--center_gradients=both", "--normalize_by", "all", "--temperature=0.1"]
     found = plan([*tokens, *more], ["grad_accum", "contaccum"])
     (plain,), (banked,) = (arguments(found, entry) for entry in ("grad_accum", "contaccum"))
@@ -46,7 +45,7 @@ def test_settings_of_the_bank_do_not_reach_methods_without_one(tokens: list[str]
         assert (args.mask_duplicates, args.center_gradients, args.temperature) == (False, "both", 0.1)
 
 
-def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens: list[str]) -> None:
+def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens):
     variants = [
         ["published", "drift_compensation=none", "learning_rate=2e-5"],
         ["other", "method=pre_batch", "learning_rate=3e-5"],
@@ -62,7 +61,7 @@ def test_a_variant_that_fixes_a_value_of_the_grid_is_of_that_cell_alone(tokens: 
     assert found.groups["published_learning_rate-2e-5"].labels == {"learning_rate": "2e-5"}
 
 
-def test_config_files_come_first_and_the_command_line_overrides(tmp_path: Path) -> None:
+def test_config_files_come_first_and_the_command_line_overrides(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: m\nseed: 3\noutput_dir: o\neval_data: d\nbank_size: 8\ntrain_data: [a, b]\n")
     found = read_options([str(path)], ["--bank-size", "16", "--no_bank_hard_negatives", "--bf16"])
@@ -86,7 +85,7 @@ def test_config_files_come_first_and_the_command_line_overrides(tmp_path: Path) 
         ({"baseline": "grad_cache"}, "--baseline must be one of contaccum"),
     ],
 )
-def test_mistakes_are_refused_before_anything_runs(tokens: list[str], changes: dict[str, Any], message: str) -> None:
+def test_mistakes_are_refused_before_anything_runs(tokens, changes, message):
     more = changes.pop("more", [])
     with pytest.raises(ConfigError, match=message):
         plan([*tokens, *more], **{"methods": ["contaccum"], **changes})

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,7 +74,7 @@ if job["what"] == "hang":
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Any:
+def start(tmp_path) -> Any:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
 

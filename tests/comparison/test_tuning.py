@@ -49,11 +49,9 @@ def test_of_two_equal_values_the_smaller_is_taken_and_the_ladder_goes_down_once(
 
 
 @pytest.fixture
-def plan(tokens: list[str]) -> Plan:
-    variants = [["slow", "learning_rate=1e-5"]]
-    return make_plan(
-        read_options([], tokens), ["grad_accum", "contaccum"], variants, ["bank_size=8,16"], [0, 1], "grad_accum"
-    )
+def plan(tokens) -> Plan:
+    methods, variants, grid = ["grad_accum", "contaccum"], [["slow", "learning_rate=1e-5"]], ["bank_size=8,16"]
+    return make_plan(read_options([], tokens), methods, variants, grid, [0, 1], "grad_accum")
 
 
 def made_up(asked: list[set[str]], best: dict[str, float]) -> Any:
@@ -174,9 +172,8 @@ def test_each_method_is_tuned_on_dev_then_run_at_its_best_and_nothing_is_done_tw
             result = json.loads((out / "tune" / f"{name}_learning_rate-{value}_seed-3" / "result.json").read_text())
             assert result["evaluations"]["dev"]["metrics"]["NDCG@10"] == score
             assert result["identity"]["eval_split"] == "dev" and list(result["evaluations"]) == ["dev"]
-    assert sorted(run["labels"]["learning_rate"] for run in report["runs"].values()) == sorted(
-        group["chosen"] for group in tuning["groups"].values()
-    )
+    rates = sorted(run["labels"]["learning_rate"] for run in report["runs"].values())
+    assert rates == sorted(group["chosen"] for group in tuning["groups"].values())
     assert sorted(path.name for path in (out / "runs").iterdir()) == sorted(report["runs"])
     assert {run["pairs_trained"] for run in report["runs"].values()} == {86}
 

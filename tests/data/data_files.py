@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from small_data import write_beir
 
 from contaccum.data import Record, RecordReport, read_records
+from contaccum.data.sampling import text_ids
 
 # Every format can hold these: one positive each, two hard negatives each.
 RECORDS = [
@@ -128,6 +130,19 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "parquet": lambda folder: put_parquet(folder / "table.parquet"),
     "hub": lambda folder: put_saved(folder / "saved"),
 }
+
+
+def peak_of_reading(source: Path) -> tuple[int, int]:
+    """How many records there are, and the bytes that reading them one by one held at most."""
+    tracemalloc.start()
+    try:
+        return sum(1 for _ in read_records(source)), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def ids(*texts: str) -> list[int]:
+    return text_ids(texts).tolist()
 
 
 def read(source: str | Path, **options: Any) -> tuple[list[Record], RecordReport]:

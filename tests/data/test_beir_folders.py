@@ -142,7 +142,7 @@ def archive(*names: str) -> bytes:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+def server(monkeypatch, tmp_path) -> dict[str, Any]:
     """Stands where the network stands: {"content": bytes or an error, "urls": what was asked for}."""
     state: dict[str, Any] = {"content": archive(), "urls": []}
 

@@ -31,14 +31,13 @@ def case(name: str, make: Any, stop: str | None, skip: tuple[int, int] | None, *
     CASES[name] = make, stop, skip, settings
 
 
-def file(name: str, content: str | bytes, packed: bool | None = None) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        path = put(folder / name, content)
-        if packed is not None:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
+def file(name: str, content: str | bytes) -> Callable[[Path], Path]:
+    return lambda folder: put(folder / name, content)
 
-    return make
+
+def unpacked(name: str, content: bytes) -> Callable[[Path], Path]:
+    """The bytes as they are, though the name ends in .gz."""
+    return lambda folder: put(folder / "bytes", content).rename(folder / name)
 
 
 def jsonl(name: str, bad: str | bytes, reason: str, skip: tuple[int, int] = (3, 1), **settings: Any) -> None:
@@ -68,16 +67,11 @@ case("empty array", file("dpr.json", b"[]"), r"dpr\.json: no records left to use
 
 # Compression and characters
 HALF = gzip.compress(MANY, mtime=0)
-case("truncated gz", file("a.jsonl.gz", HALF[: len(HALF) // 2], False), r"gz:\d+: the file breaks off", (-1, 1))
-case("not gz but named so", file("a.jsonl.gz", JSONL, False), None, (3, 0))
+case("truncated gz", unpacked("a.jsonl.gz", HALF[: len(HALF) // 2]), r"gz:\d+: the file breaks off", (-1, 1))
+case("not gz but named so", unpacked("a.jsonl.gz", JSONL), None, (3, 0))
 jsonl("latin-1 bytes", '{"query": "Käse", "positive": "p"}'.encode("latin-1"), "not UTF-8 text")
 jsonl("half a surrogate pair", '{"query": "q", "positive": "\\ud800"}', "positive is not valid Unicode")
-case(
-    "latin-1 csv",
-    file("a.csv", CSV.encode() + "Käse,,b,c,d\n".encode("latin-1")),
-    r"a\.csv:5: query is not valid",
-    (3, 1),
-)
+case("latin-1 csv", file("a.csv", CSV.encode() + b"K\xe4se,,b,c,d\n"), r"a\.csv:5: query is not valid", (3, 1))
 
 # JSON
 jsonl("broken JSON", '{"query": "q"', "broken JSON")
@@ -109,9 +103,8 @@ latin = changed(put_msmarco, "collection.tsv", b"77\tK\xe4se\n", append=True)
 case("msmarco, latin-1", latin, r"collection\.tsv:10: not UTF-8 text", (3, 1))
 triple = changed(put_msmarco, "qidpidtriples.train.full.2.tsv", "9\t0\t10\n", append=True)
 case("msmarco, triple", triple, r"2\.tsv:7: unknown id in queries\.train\.tsv: '9'", (3, 1), num_hard_negatives=1)
-case(
-    "msmarco, id twice", changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n"), r"n\.tsv: two lines have the id", None
-)
+twice = changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n")
+case("msmarco, id twice", twice, r"collection\.tsv: two lines have the id", None)
 case("msmarco, no split", lambda f: put_msmarco(f / "m"), r"qrels\.dev\.tsv: no such file", None, split="dev")
 
 

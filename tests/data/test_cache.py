@@ -16,13 +16,13 @@ from contaccum.errors import DataError
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "datasets"
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reads(monkeypatch) -> list[str]:
     """One entry for each record that is read from a source."""
     seen: list[str] = []
     read = Source.records
@@ -170,12 +170,8 @@ print(len(data.dataset), anonymous() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_memory_grows_by_few_bytes_for_each_pair(tmp_path, folder):
-    def pairs(name: str, n: int) -> Path:
-        return put_lines(
-            tmp_path / name, *[{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(n)]
-        )
-
-    small, large = pairs("small.jsonl", 2_000), pairs("large.jsonl", 60_000)
+    records = [{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(60_000)]
+    small, large = put_lines(tmp_path / "small.jsonl", *records[:2_000]), put_lines(tmp_path / "large.jsonl", *records)
     command = [sys.executable, "-c", MEMORY, str(small), str(large)]
     rows, grown = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     # The texts alone take 400 bytes for each.

@@ -29,13 +29,13 @@ def example(begins: str) -> str:
         ("**`csv`**", "csv", Record("what is rain", ["Water, falling."], ["Snow is frozen."])),
     ],
 )
-def test_example_of_a_file_is_sniffed_and_read(tmp_path: Path, begins: str, data_format: str, first: Record) -> None:
+def test_example_of_a_file_is_sniffed_and_read(tmp_path, begins, data_format, first):
     path = put(tmp_path / "example", example(begins))
     assert sniff_format(path) == data_format and read(path)[0][0] == first
 
 
 @pytest.mark.parametrize("data_format", ["beir", "msmarco"])
-def test_example_of_a_folder_is_sniffed_and_read(tmp_path: Path, data_format: str) -> None:
+def test_example_of_a_folder_is_sniffed_and_read(tmp_path, data_format):
     begins = {"beir": "**`beir`**", "msmarco": "**`msmarco`**, a folder"}[data_format]
     for line in example(begins).splitlines():
         name, content = line.split(None, 1)
@@ -47,7 +47,7 @@ def test_example_of_a_folder_is_sniffed_and_read(tmp_path: Path, data_format: st
     assert record.query == "what is rain" and record.positives[0].endswith("Water that falls.")
 
 
-def test_every_format_usual_name_and_key_of_a_set_is_documented() -> None:
+def test_every_format_usual_name_and_key_of_a_set_is_documented():
     rows = re.findall(r"^\| `(?:query|positive|negatives|title|(?:[a-z]+_)?scores)` \|(.*)\|$", DOCS, re.MULTILINE)
     named = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
     assert set().union(*FIELDS.values()) <= named

@@ -1,14 +1,11 @@
 """Invariants of MS MARCO: texts are found by id without being held, triples go to their queries, lines are counted."""
 
-import tracemalloc
-from pathlib import Path
+from data_files import RECORDS, peak_of_reading, put, put_msmarco, read
 
-from data_files import RECORDS, put, put_msmarco, read
-
-from contaccum.data import Record, load_training_data, read_records
+from contaccum.data import Record, load_training_data
 
 
-def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path: Path) -> None:
+def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     found, report = read(folder)
     assert found == RECORDS
@@ -18,7 +15,7 @@ def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(
     assert read(folder, num_negatives=0)[1].seen == 16
 
 
-def test_a_split_chooses_its_files(tmp_path: Path) -> None:
+def test_a_split_chooses_its_files(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "queries.dev.small.tsv", "7\tdev query\n")
     put(folder / "qrels.dev.small.tsv", "7 0 1 1\n7 0 10 0\n7 0 2 3\n")
@@ -28,7 +25,7 @@ def test_a_split_chooses_its_files(tmp_path: Path) -> None:
     assert [row["positive"] for row in rows] == [RECORDS[1].positives[0], "three"]
 
 
-def test_ids_need_not_be_numbers(tmp_path: Path) -> None:
+def test_ids_need_not_be_numbers(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "msmarco_passage_00_7\tseven\n007\tother\n")
     put(folder / "queries.train.tsv", "\ufeffq-1\tquery\r\n")
@@ -38,7 +35,7 @@ def test_ids_need_not_be_numbers(tmp_path: Path) -> None:
     assert found == [Record("query", ["seven"], [])] and report.seen == 4
 
 
-def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path: Path) -> None:
+def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "".join(f"{i}\tpassage {i}\n" for i in range(100)))
     put(folder / "queries.train.tsv", "7\tquery\n8\tother\n")
@@ -53,13 +50,8 @@ def test_negatives_are_sampled_from_the_first_thirty_triples_of_a_query(tmp_path
         assert seen == {f"passage {i}" for i in range(10, 10 + most)}
 
 
-def test_the_collection_is_not_held_in_memory(tmp_path: Path) -> None:
+def test_the_collection_is_not_held_in_memory(tmp_path):
     folder = put_msmarco(tmp_path / "m")
     put(folder / "collection.tsv", "".join(f"{i}\t{'word ' * 100}\n" for i in range(20_000)))
-    tracemalloc.start()
-    try:
-        count = len(list(read_records(folder)))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    count, peak = peak_of_reading(folder)
     assert count == 3 and peak < 3_000_000 < (folder / "collection.tsv").stat().st_size / 3

@@ -51,9 +51,8 @@ def check(source: Path, mode: str, data_format: str | None) -> None:
     assert mode == "skip" or not report.reported
     assert len(records) <= report.used
     for record in records:
-        assert (
-            record.query.strip() and record.positives and all(text == text.strip() != "" for text in record.positives)
-        )
+        assert record.query.strip() and record.positives
+        assert all(text == text.strip() != "" for text in record.positives)
 
 
 @pytest.mark.parametrize("data_format", FILES)

@@ -19,7 +19,7 @@ def read(path: Path, on_bad_record: str = "stop") -> list[Passage]:
     return found
 
 
-def test_every_form_gives_the_same_passages(tmp_path: Path) -> None:
+def test_every_form_gives_the_same_passages(tmp_path):
     records = [{"_id": p.id, "title": p.title, "text": p.text} for p in PASSAGES]
     jsonl = "".join(json.dumps(record) + "\n" for record in records)
     rows = "".join(f'{p.id}\t"{p.text.replace(chr(34), chr(34) * 2)}"\t{p.title}\n' for p in PASSAGES)
@@ -34,7 +34,7 @@ def test_every_form_gives_the_same_passages(tmp_path: Path) -> None:
     assert PASSAGES[0].passage == 'Title one "quoted" text'
 
 
-def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path: Path) -> None:
+def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path):
     path = put(tmp_path / "collection.tsv", '0\t"The text" and "more\n7\tsecond\n')
     assert read(path) == [Passage("0", "", '"The text" and "more'), Passage("7", "", "second")]
     assert read(put(tmp_path / "header.tsv", "pid\tpassage\n0\ttext\n")) == [Passage("0", "", "text")]
@@ -51,7 +51,7 @@ def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path: Path) -> No
         ("a.tsv", "1\t\ud800", "not UTF-8 text"),
     ],
 )
-def test_a_passage_that_cannot_be_used_is_named_or_skipped(name: str, line: str, reason: str, tmp_path: Path) -> None:
+def test_a_passage_that_cannot_be_used_is_named_or_skipped(name, line, reason, tmp_path):
     good = '{"_id": "0", "text": "good"}' if name.endswith("jsonl") else "0\tgood"
     path = put(tmp_path / name, f"{good}\n{line}\n".encode("utf-8", "surrogatepass"))
     with pytest.raises(DataError, match=rf"{name}:2: {reason}"):
@@ -68,7 +68,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_gives_the_same_questions(name: str, tmp_path: Path) -> None:
+def test_every_form_gives_the_same_questions(name, tmp_path):
     questions = load_questions(put(tmp_path / name, FORMS[name]))
     assert list(questions.texts) == list(questions.answers) == ["question-1", "question-2"]
     assert list(zip(questions.texts.values(), questions.answers.values(), strict=True)) == EXPECTED
@@ -84,7 +84,7 @@ def test_every_form_gives_the_same_questions(name: str, tmp_path: Path) -> None:
         ("a\t" + "[" * 4000, "answers are not a list"),
     ],
 )
-def test_a_question_that_cannot_be_used_is_named_or_skipped(line: str, reason: str, tmp_path: Path) -> None:
+def test_a_question_that_cannot_be_used_is_named_or_skipped(line, reason, tmp_path):
     path = put(tmp_path / "q.csv", f"when\t['1947']\n{line}\n")
     with pytest.raises(DataError, match=rf"q\.csv:2: {reason}"):
         load_questions(path)

@@ -1,12 +1,11 @@
 """Invariants of the readers: every format gives the same records, by one call, told from the content."""
 
 import json
-import tracemalloc
 from itertools import product
 from typing import Any
 
 import pytest
-from data_files import RECORDS, WRITERS, dpr_records, lines, put, put_parquet, put_saved, read, rows
+from data_files import RECORDS, WRITERS, dpr_records, lines, peak_of_reading, put, put_parquet, put_saved, read, rows
 
 from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
 from contaccum.data.readers import FIELDS
@@ -87,12 +86,7 @@ def test_a_mapping_that_cannot_be_used_is_refused(given):
 def test_a_dpr_array_is_read_in_constant_memory(tmp_path):
     record = {**dpr_records()[0], "negative_ctxs": [{"title": "", "text": "word " * 2000}] * 5}
     path = put(tmp_path / "dpr.json", "[" + ",\n".join([json.dumps(record)] * 400) + "]")
-    tracemalloc.start()
-    try:
-        count = sum(1 for _ in read_records(path))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    count, peak = peak_of_reading(path)
     assert count == 400 and peak < 8_000_000 < path.stat().st_size / 2
 
 

@@ -23,7 +23,7 @@ def made(name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, 
 
 
 @pytest.mark.parametrize("name", RESUMING)
-def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(name: str) -> None:
+def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(name):
     dataset = rows(203, different=2000)
     one, other = made(name, dataset), made(name, dataset)
     orders = []
@@ -38,7 +38,7 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(name:
     assert {len(batch) for batch in dropping} == {8} and len(list(dropping)) == len(dropping) == 25
 
 
-def test_no_text_is_twice_in_a_batch_and_a_row_is_deferred_not_lost() -> None:
+def test_no_text_is_twice_in_a_batch_and_a_row_is_deferred_not_lost():
     dataset = rows(400, different=300)
     texts = list(zip(*(dataset[name] for name in ("query", "positive", "negative")), strict=True))
     batches = list(made("no_duplicates", dataset))

@@ -4,17 +4,16 @@ import copy
 import pickle
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_files import put_lines
+from data_files import ids, put_lines
 from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
-from contaccum.data.sampling import EpochSampling, Selection, first_texts, samplings_of, text_ids, with_row_numbers
+from contaccum.data.sampling import Selection, first_texts, samplings_of, with_row_numbers
 from contaccum.errors import ConfigError, DataError
 
 H = 2
@@ -32,26 +31,17 @@ def records(n: int = 30) -> list[dict[str, Any]]:
     ]
 
 
-def sampling(data: TrainingData) -> EpochSampling:
-    assert data.transform is not None
-    return data.transform
-
-
 def rows(data: TrainingData, epoch: int = 0, seed: int = 0) -> list[dict[str, Any]]:
-    sampling(data).set_epoch(epoch, seed)
+    data.transform.set_epoch(epoch, seed)
     return list(data.dataset)
 
 
-def ids(*texts: str) -> list[int]:
-    return text_ids(texts).tolist()
-
-
 @pytest.fixture
-def data(tmp_path: Path) -> TrainingData:
+def data(tmp_path) -> TrainingData:
     return load_training_data(put_lines(tmp_path / "a.jsonl", *records()), num_hard_negatives=H)
 
 
-def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data: TrainingData) -> None:
+def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data):
     assert data.dataset.column_names == ["query", "positive", "negative_1", "negative_2"]
     for epoch in range(5):
         for row, record in zip(rows(data, epoch), records(), strict=True):
@@ -62,7 +52,7 @@ def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data
             assert row["label"] == ids(row["query"], row["positive"], *negatives)
 
 
-def test_samples_are_uniform_and_without_replacement() -> None:
+def test_samples_are_uniform_and_without_replacement():
     selection, positives, negatives = Selection(H, "draw"), Counter[str](), Counter[tuple[str, ...]]()
     epochs = 6000
     for epoch in range(epochs):
@@ -76,7 +66,7 @@ def test_samples_are_uniform_and_without_replacement() -> None:
         assert sum((count - expected) ** 2 / expected for count in counts.values()) < 36.1
 
 
-def test_a_sample_depends_on_seed_epoch_and_row_alone(data: TrainingData, tmp_path: Path) -> None:
+def test_a_sample_depends_on_seed_epoch_and_row_alone(data, tmp_path):
     first = rows(data, 1, 7)
     assert rows(data, 2, 7) != first != rows(data, 1, 8)
     assert rows(load_training_data(tmp_path / "a.jsonl", num_hard_negatives=H), 1, 7) == first == rows(data, 1, 7)
@@ -87,9 +77,9 @@ def test_a_sample_depends_on_seed_epoch_and_row_alone(data: TrainingData, tmp_pa
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_workers_see_the_epoch_while_they_live(data: TrainingData, start: str) -> None:
-    given: Any = {"num_workers": 2, "multiprocessing_context": start, "persistent_workers": True}
-    loader: Any = DataLoader(data.dataset, batch_size=4, collate_fn=list, **given)  # type: ignore[arg-type]
+def test_workers_see_the_epoch_while_they_live(data, start):
+    workers = {"num_workers": 2, "multiprocessing_context": start, "persistent_workers": True}
+    loader = DataLoader(data.dataset, batch_size=4, collate_fn=list, **workers)
     seen = []
     for epoch in range(2):
         seen.append(rows(data, epoch, 3))
@@ -97,22 +87,21 @@ def test_workers_see_the_epoch_while_they_live(data: TrainingData, start: str) -
     assert seen[0] != seen[1]
 
 
-def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data: TrainingData) -> None:
+def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data):
     longer = data.dataset.add_column("score", list(range(30)))
     assert longer[4]["score"] == 4 and longer[4]["query"] == "q4"
     assert samplings_of(longer.remove_columns("score")) == samplings_of(copy.deepcopy(longer)) == [data.transform]
     parts = DatasetDict({"a": data.dataset, "b": data.dataset.with_format(None)})
     assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
-    sampling(data).set_epoch(4, 2)
-    there = pickle.loads(pickle.dumps(data.transform))
-    assert there.epoch == 4
+    data.transform.set_epoch(4, 2)
+    assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
     assert data.dataset.remove_columns("negative_2")[0].keys() == {"query", "positive", "negative_1", "label"}
     with pytest.raises(ConfigError, match="keep the names query and positive"):
         data.dataset.rename_column("query", "anchor")[0]
 
 
-def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp_path: Path) -> None:
+def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp_path):
     # q0's positives are in three records; by chance one would be sampled often.
     listed = [{"query": f"q{max(0, i - 2)}", "positive": f"p{i}"} for i in range(12)]
     listed[11]["negatives"] = ["n", "p4"]
@@ -129,7 +118,7 @@ def test_missing_negatives_are_passages_of_others_and_never_a_known_positive(tmp
     assert seen == passages | {"n"}
 
 
-def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *records())
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
     kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
@@ -141,7 +130,7 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path: Path) 
     assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
 
 
-def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: Path) -> None:
+def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *records())
     drawn, first, every = (load_training_data(path, positives=kind) for kind in ("draw", "first", "all"))
     assert load_training_data(path).fingerprint == drawn.fingerprint
@@ -152,11 +141,10 @@ def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path: P
     assert len(every.dataset) == 50 and every.report.used == 30
     several = sorted(tuple(ids(q, p)) for q, p in expected if int(q[1:]) % 3 == 0)
     for data in (drawn, first, every):
-        assert data.known_positives is not None
         assert [tuple(pair) for pair in data.known_positives.tolist()] == several
 
 
-def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -> None:
+def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path):
     record = {"query": "q", "positive": "p", "negatives": ["a", "a", *"bcdef"]}
     path = put_lines(tmp_path / "a.jsonl", record, {**record, "query": "r"})
 
@@ -171,13 +159,7 @@ def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path: Path) -
     assert seen(negatives_from=3) == set("ab")  # always the first
 
 
-def test_rows_have_no_ids_where_no_query_has_several_positives(tmp_path: Path) -> None:
-    listed = [{"query": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}"} for i in range(5)]
-    data = load_training_data(put_lines(tmp_path / "a.jsonl", *listed), num_hard_negatives=1)
-    assert data.known_positives is None and rows(data) == listed
-
-
-def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path):
     base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
     others = [{**base, "positives": ["a", "c"]}, {**base, "negatives": ["x", "z"]}, {**base, "positives": ["b", "a"]}]
     paths = [put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *others])]
@@ -188,7 +170,7 @@ def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_
     assert found[0] == found[2] != found[1]
 
 
-def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs() -> None:
+def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs():
     listed = [{"query": f"q{i % 2}", "positive": f"p{i}", "negative_1": None if i else "n"} for i in range(4)]
     plain = Dataset.from_list(listed)
     dataset = with_row_numbers(plain)
@@ -201,16 +183,11 @@ def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs() -> None
     assert list(first_texts(plain)) == list(first_texts(dataset)) == [texts]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"positives": "some"},
-        {"missing_negatives": "skip"},
-        {"num_hard_negatives": -1},
-        {"negatives_from": 5},
-        {"num_hard_negatives": 3, "negatives_from": 2},
-    ],
-)
-def test_settings_that_cannot_work_together_are_refused(settings: Any) -> None:
+CANNOT_WORK = [{"positives": "some"}, {"missing_negatives": "skip"}, {"num_hard_negatives": -1}]
+CANNOT_WORK += [{"negatives_from": 5}, {"num_hard_negatives": 3, "negatives_from": 2}]
+
+
+@pytest.mark.parametrize("settings", CANNOT_WORK)
+def test_settings_that_cannot_work_together_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Selection(**settings)

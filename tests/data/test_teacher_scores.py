@@ -1,6 +1,6 @@
 """A teacher's scores: found under every name, kept with their passage through the cache and an epoch's sampling."""
 
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,13 +37,13 @@ SAME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("record", SAME)
-def test_every_way_to_write_scores_is_read(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_every_way_to_write_scores_is_read(tmp_path, record):
     for path in (put_lines(tmp_path / "a.jsonl", record), put_parquet(tmp_path / "a.parquet", [record])):
         (found,) = read(path)[0]
         assert found == ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
 
 
-def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path: Path) -> None:
+def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path):
     table = "query,positive,negative,good,bad\nq,p,n,3,0.5\n"
     columns = {"positive_scores": "good", "negative_scores": "bad"}
     assert read(put(tmp_path / "a.csv", table), columns=columns)[0] == [("q", ["p"], ["n"], [3.0, 0.5])]
@@ -62,7 +62,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_path: Path, broken: Any) -> None:
+def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_path, broken):
     path = put_lines(tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"})
     assert [record.scores is None for record in read(path)[0]] == [False, True, False]
     mend = r"contaccum mine --cross_encoder writes some.*--on_bad_record skip\)$"
@@ -75,13 +75,9 @@ def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_p
 
 
 @pytest.mark.parametrize("ids", [False, True])
-def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path: Path, ids: bool) -> None:
-    score_of = {
-        f"{kind}{i}_{k}": float(10 * i + k + shift)
-        for i in range(9)
-        for k in range(5)
-        for kind, shift in (("p", 0.5), ("n", -0.25))
-    }
+def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
+    places = product(range(9), range(5), (("p", 0.5), ("n", -0.25)))
+    score_of = {f"{kind}{i}_{k}": 10 * i + k + shift for i, k, (kind, shift) in places}
     records = []
     for i in range(9):
         positives, negatives = ([f"{kind}{i}_{k}" for k in range(n)] for kind, n in (("p", 3 if ids else 1), ("n", 5)))
@@ -103,23 +99,21 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path: Path, ids:
     assert len(narrow["label"]) == (5 if ids else 2)
 
 
-def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path: Path) -> None:
+def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path):
     record = {"query": "q", "positive": "p", "negatives": ["n", "n"], "scores": [2, 1, 1]}
     data = load_training_data(put_lines(tmp_path / "a.jsonl", record), num_hard_negatives=2, teacher_scores=True)
     expected = {"query": "q", "positive": "p", "negative_1": "n", "negative_2": "n", "label": [2.0, 1.0, 1.0]}
     assert list(data.dataset) == [expected]
 
 
-def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path: Path) -> None:
+def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
     paths = [put_lines(tmp_path / f"{i}.jsonl", {**FLAG, "neg_scores": [i, 0]}) for i in range(2)]
-    used, unused = (
-        {load_training_data(path, num_hard_negatives=2, teacher_scores=given).fingerprint for path in paths}
-        for given in (True, False)
-    )
-    assert len(used) == 2 and len(unused) == 1
+    for used, count in ((True, 2), (False, 1)):
+        data = [load_training_data(path, num_hard_negatives=2, teacher_scores=used) for path in paths]
+        assert len({one.fingerprint for one in data}) == count
 
 
-def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path: Path) -> None:
+def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path):
     names = {"with": FLAG, "without": {"query": "q", "positive": "p", "negative": "n", "score": 3}}
     sets = {name: {"path": put_lines(tmp_path / f"{name}.jsonl", record)} for name, record in names.items()}
     said = load_training_sets(sets).summary().splitlines()
@@ -127,7 +121,7 @@ def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path: Path) -> N
     assert load_training_sets({"with": sets["with"]}, teacher_scores=True).summary().endswith("1 used, 0 left out")
 
 
-def test_passages_that_nobody_has_scored_are_refused(tmp_path: Path) -> None:
+def test_passages_that_nobody_has_scored_are_refused(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", "neg": ["m"], "neg_scores": [1]})
     with pytest.raises(DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)

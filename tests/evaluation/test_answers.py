@@ -5,6 +5,7 @@ import sys
 import unicodedata
 
 import pytest
+from small_data import write_open_qa
 
 from contaccum.data import RecordReport, load_questions
 from contaccum.errors import DataError
@@ -56,10 +57,8 @@ def test_tokens_are_dprs_for_all_kinds_of_characters():
 
 
 def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path):
-    (tmp_path / "q.csv").write_text("who sat\t['the cat', 'cats']\nwhere was it\t['the mat']\nwhen\t['1947']\n")
-    rows = ['1\t"one dog sat"\tCats', '2\t"the cat said ""hello"""\t', "3\ta bird\tthe mat", "4\ton the mat\t"]
-    (tmp_path / "p.tsv").write_text("id\ttext\ttitle\n" + "\n".join(rows) + "\n")
-    questions, passages = load_questions(tmp_path / "q.csv"), load_passages(tmp_path / "p.tsv", RecordReport())
+    questions_file, passages_file = write_open_qa(tmp_path)
+    questions, passages = load_questions(questions_file), load_passages(passages_file, RecordReport())
     run = {
         "question-1": {"1": 3.0, "3": 2.0, "2": 1.0},  # third: "Cats" is a title, which is not searched
         "question-2": {"4": 0.5, "3": 0.9},  # second: the title of 3 does not count
@@ -70,6 +69,6 @@ def test_accuracy_counts_questions_whose_best_k_passages_hold_an_answer(tmp_path
     assert result.per_query["question-1"] == {"Accuracy@1": 0.0, "Accuracy@2": 0.0, "Accuracy@3": 1.0}
     with pytest.raises(DataError, match="passage '9' of question-1"):
         score_open_qa(questions, {"question-1": {"9": 1.0}}, passages, show_progress=False)
-    (tmp_path / "p.tsv").write_text("1\ta\n1\tc\n")
+    (tmp_path / "twice.tsv").write_text("1\ta\n1\tc\n")
     with pytest.raises(DataError, match="id '1' occurs again"):
-        load_passages(tmp_path / "p.tsv", RecordReport())
+        load_passages(tmp_path / "twice.tsv", RecordReport())

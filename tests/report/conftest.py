@@ -46,12 +46,12 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path) -> Made:
     return Made(tmp_path)
 
 
 @pytest.fixture(scope="session")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def everything(tmp_path_factory) -> list[Path]:
     """Two training runs and two evaluations."""
     made = Made(tmp_path_factory.mktemp("everything"))
     runs = [made.training_run("one"), made.training_run("two", offset=0.05, bank_size=2048)]

@@ -1,10 +1,9 @@
 """encode_texts gives the embeddings of encode_query and encode_document, and leaves the model as it was."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.encoders import set_max_lengths
@@ -17,12 +16,10 @@ TEXTS = ["red cat", "", "the dog sits under the old tree near the river " * 9, "
 
 
 @pytest.fixture
-def model(tiny_config: Any, tiny_tokenizer: Any) -> DualEncoder:
-    """Towers, prompts and lengths of their own."""
-    settings = {"query_prompt": "where is: ", "passage_prompt": "the text: ", "query_max_length": 12}
-    return DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, tied=False, passage_max_length=40, device="cpu", **settings
-    )
+def model() -> DualEncoder:
+    """Towers, prompts and lengths of their own; dropout on."""
+    lengths = {"query_max_length": 12, "passage_max_length": 40}
+    return tiny_encoder(False, 0.1, normalize=False, query_prompt="where is: ", passage_prompt="the text: ", **lengths)
 
 
 @pytest.mark.parametrize("kind", ["query", "document"])

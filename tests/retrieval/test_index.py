@@ -1,7 +1,6 @@
 """Exact search gives the k best by score and id however a corpus is sliced; other indexes, and what cannot work."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import faiss
@@ -19,7 +18,7 @@ def vectors(n: int, d: int = 16, seed: int = 0) -> np.ndarray:
 
 
 @pytest.fixture
-def slices_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+def slices_of(monkeypatch) -> Any:
     """Set how many rows of 16 numbers a slice has."""
     return lambda rows: monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 16 * rows)
 
@@ -145,7 +144,7 @@ def test_an_index_that_cannot_work_is_refused_with_the_reason(factory, parameter
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> EmbeddingStore:
+def store(tmp_path) -> EmbeddingStore:
     writer = StoreWriter(tmp_path / "store", {"kind": "document", "dtype": "float32", "shard_size": 250})
     writer.fill(((f"d{n}", "", str(n)) for n in range(600)), lambda texts: vectors(600)[[int(text) for text in texts]])
     return EmbeddingStore.open(tmp_path / "store")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_data import contents
 
 from contaccum.errors import DataError, UserError
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
@@ -39,11 +40,7 @@ def write(folder: Path, **changed: Any) -> Path:
     return folder
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_rows_and_ids_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_and_ids_come_back_as_they_were_written(tmp_path):
     store = EmbeddingStore.open(write(tmp_path / "s"))
     assert (len(store), store.shape, store.dtype, store.similarity) == (ROWS, (ROWS, 4), np.float32, "cos")
     for part in (slice(None), slice(3, 21), slice(10, 10), slice(9, 11), slice(24, 99), [24, 0, 9, 10, 10], []):
@@ -73,7 +70,7 @@ def spoil(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["pickled", "no ids", "ids of another", "the version before", "unfinished"])
-def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path, what):
     folder = write(tmp_path / "s")
     spoil(folder, what)
     with pytest.raises(DataError) as refused:
@@ -83,20 +80,20 @@ def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path: Path, what: 
 
 
 @pytest.mark.parametrize("what", ["gone", "cut off"])
-def test_a_shard_that_is_gone_or_cut_off_is_found_at_open_and_encoded_again(tmp_path: Path, what: str) -> None:
+def test_a_shard_that_is_gone_or_cut_off_is_found_at_open_and_encoded_again(tmp_path, what):
     folder = write(tmp_path / "s")
-    before = content(folder)
+    before = contents(folder)
     spoil(folder, what)
     with pytest.raises(DataError, match="from row 10 on is missing or cut off"):
         EmbeddingStore.open(folder)
     encoded: list[int] = []
     assert start(folder).fill(PASSAGES, lambda texts: encoded.append(len(texts)) or encode(texts))
-    assert encoded == [10] and content(folder) == before
+    assert encoded == [10] and contents(folder) == before
 
 
-def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwise(tmp_path: Path) -> None:
+def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwise(tmp_path):
     folder = write(tmp_path / "s")
-    before = content(folder)
+    before = contents(folder)
     assert start(folder).fill(PASSAGES, nothing)
     for changed, told in [
         ({"model": "b" * 64}, "another model"),
@@ -104,12 +101,12 @@ def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwis
     ]:
         with pytest.raises(UserError, match=rf"{told} \(.*--overwrite"):
             start(folder, **changed)
-    assert content(folder) == before
+    assert contents(folder) == before
     start(folder, overwrite=True, dtype="float16")
     assert [path.name for path in folder.iterdir()] == ["store.json"]
 
 
-def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path: Path) -> None:
+def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for folder in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(UserError, match="is there, and no store"):
@@ -118,7 +115,7 @@ def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path: Path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(tmp_path: Path, ranks: int) -> None:
+def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(tmp_path, ranks):
     encoded: list[int] = []
     done = []
     for rank in range(ranks):
@@ -132,15 +129,15 @@ def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(
 
 
 @pytest.mark.parametrize("change", ["a text", "an id", "a title", "fewer", "more"])
-def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path: Path, change: str) -> None:
+def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, change):
     folder = write(tmp_path / "s", shard_size=5)  # which has no row too few for a shard
-    before = content(folder)
+    before = contents(folder)
     changed = {"a text": ("id-3", "", "xx"), "an id": ("other", "", "xxx"), "a title": ("id-3", "x", "xxx")}
     passages = [*PASSAGES[:3], changed.get(change, PASSAGES[3]), *PASSAGES[4:]]
     passages = {"fewer": passages[:-5], "more": [*passages, *(("new", "", "x"),) * 6]}.get(change, passages)
     with pytest.raises(DataError, match="another corpus"):
         start(folder, shard_size=5).fill(passages, nothing)
-    assert content(folder) == before
+    assert contents(folder) == before
 
 
 KILLED = '''
@@ -205,7 +202,7 @@ print(*again)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_process_killed_at_any_instant_loses_the_shard_in_work_alone(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_instant_loses_the_shard_in_work_alone(tmp_path):
     # A process of its own: it forks, and has no threads of torch.
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

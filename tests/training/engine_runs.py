@@ -14,14 +14,12 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_deepspeed_available
-from datasets import disable_progress_bars
-from forked_runs import COMMON, ROOT, arguments, on_ranks
+from forked_runs import ROOT, on_ranks
 from tiny_models import tiny_encoder
-from tiny_runs import pairs
-from transformers.utils import logging as transformers_logging
+from tiny_runs import SAVES, arguments_in, pairs
 
 import contaccum.losses
-from contaccum import ContAccumTrainer, ContAccumTrainingArguments
+from contaccum import ContAccumTrainer
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 with suppress(ImportError):
@@ -46,9 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "resumed": {"max_steps": 3},  # after the first update; the third is spoiled
     "untied": {"gradient_checkpointing": True, "save_steps": 2},
 }
-GIVEN = {**COMMON, "optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.1}
-GIVEN |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "save_strategy": "steps"}
-GIVEN |= {"save_total_limit": 3, "ddp_backend": "gloo"}
+GIVEN = {"max_steps": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "max_grad_norm": 0.1}
+GIVEN |= {"optim": "adamw_torch", "use_cpu": True, "ddp_backend": "gloo", **SAVES}
 
 
 def spoil(trainer: ContAccumTrainer) -> None:
@@ -68,9 +65,7 @@ def spoil(trainer: ContAccumTrainer) -> None:
 def train(engine: str, case: str, model: Any) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     folder = ROOT / f"{engine}-{case}"
-    args = ContAccumTrainingArguments(
-        output_dir=str(folder), **arguments(**{**GIVEN, **CASES[case], **ENGINES[engine]})
-    )
+    args = arguments_in(folder, **{**GIVEN, **CASES[case], **ENGINES[engine]})
     if engine == "fsdp":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = ContAccumTrainer(model, args, pairs(48, negatives=1))
@@ -101,8 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     main()

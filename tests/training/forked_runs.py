@@ -23,42 +23,26 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import disable_progress_bars
 from tiny_models import tiny_encoder
-from tiny_runs import at_micro_step, log_of, pairs, state_of
+from tiny_runs import SAVES, arguments_in, at_micro_step, log_of, pairs, state_of, trainer_in
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
-from contaccum import ContAccumTrainer, ContAccumTrainingArguments
+from contaccum import ContAccumTrainer
 from contaccum.training.arguments import BANK_METHODS
+
+torch.set_num_threads(1)
+disable_progress_bars()
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
 
 UPDATES = 12
 ROOT = Path(sys.argv[2])
+GIVEN = {"per_device_train_batch_size": 2, "max_steps": UPDATES, "use_cpu": True, "save_total_limit": 2, **SAVES}
 
 
-def arguments(rows: int = 0, **given: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "max_steps": UPDATES,
-        "learning_rate": 1e-3,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 2,
-        "logging_steps": 1000,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 5,
-    } | given
-    if settings.get("method", "contaccum") in BANK_METHODS:
-        settings.setdefault("bank_size", 10)
-    return settings
-
-
-def trainer_in(
-    folder: Path, model: Any = None, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
-) -> ContAccumTrainer:
-    args = ContAccumTrainingArguments(output_dir=str(folder), **arguments(**given))
-    dataset = pairs(rows, negatives)
-    return ContAccumTrainer(model or tiny_encoder(), args, dataset.to_iterable_dataset() if stream else dataset)
+def run_in(folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any) -> ContAccumTrainer:
+    data = pairs(rows, negatives)
+    return trainer_in(folder, data.to_iterable_dataset() if stream else data, **{**GIVEN, **given})
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
@@ -71,7 +55,7 @@ def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
 
 def train(folder: Path, **settings: Any) -> None:
     """Train on from the last checkpoint, if there is one, to the end."""
-    trainer = trainer_in(folder, **settings)
+    trainer = run_in(folder, **settings)
     trainer.train(resume_from_checkpoint="auto")
     outcome(folder, trainer)
 
@@ -154,15 +138,13 @@ CASES: dict[str, dict[str, Any]] = {
     "stream": {"stream": True},
 }
 SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-COMMON = {"rows": 48, "max_steps": 2, "save_strategy": "no", "bank_size": 20} | SGD
+COMMON = {"rows": 48, "max_steps": 2, "save_strategy": "no"} | SGD
 
 
 def as_one(name: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     """Model and settings of a case whose micro-batches on all ranks are the same eight pairs."""
     given = {**COMMON, **CASES[name], "per_device_train_batch_size": 8 // ranks}
-    keeps_bank = given.get("method", "contaccum") in BANK_METHODS
-    if not keeps_bank:
-        del given["bank_size"]
+    if given.get("method", "contaccum") not in BANK_METHODS:
         given["gather_across_devices"] = ranks > 1
     return tiny_encoder(given.pop("tied", True)).double(), given
 
@@ -191,17 +173,18 @@ def ranks() -> dict[str, Any]:
 
     def sharded(number: int, count: int = 2) -> None:
         """FSDP, saved and resumed; accelerate shards on accelerators only, torch on a CPU as well."""
-        given = {**COMMON, "optim": "adamw_torch", "learning_rate": 1e-3}
+        given = {**GIVEN, **COMMON, "optim": "adamw_torch", "learning_rate": 1e-3}
+        data = pairs(given.pop("rows"))
         given |= {"per_device_train_batch_size": 8 // count, "save_strategy": "steps"}
         if count > 1:
             given |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
             given["ddp_backend"] = "gloo"
         for name in ("fsdp", "fsdp-resumed")[:count]:
             AcceleratorState._reset_state(reset_partial_state=True)
-            args = ContAccumTrainingArguments(output_dir=str(ROOT / f"{name}-{count}"), **arguments(**given))
+            args = arguments_in(ROOT / f"{name}-{count}", **given)
             if count > 1:
                 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            trainer = ContAccumTrainer(fsdp_models[name], args, pairs(48))
+            trainer = ContAccumTrainer(fsdp_models[name], args, data)
             trainer.train(resume_from_checkpoint=str(ROOT / "fsdp-2" / "checkpoint-1") if "resumed" in name else None)
             assert type(trainer.model_wrapped).__name__.startswith("FSDP" if count > 1 else "Dual")
             trainer.save_model()
@@ -210,7 +193,7 @@ def ranks() -> dict[str, Any]:
     def case(name: str, count: int) -> None:
         model, given = models[name][count]
         folder = ROOT / f"{name}-{count}"
-        trainer = trainer_in(folder, model, ddp_backend="gloo" if count > 1 else None, **given)
+        trainer = run_in(folder, model=model, ddp_backend="gloo" if count > 1 else None, **given)
         trainer.train()
         trainer.accelerator.wait_for_everyone()
         outcome(folder, trainer)
@@ -224,7 +207,7 @@ def ranks() -> dict[str, Any]:
     model = tiny_encoder()
 
     def several(folder: Path, number: int, stop_in: int | None = None, **more: Any) -> None:
-        trainer = trainer_in(folder, model, ddp_backend="gloo", **{**sizes, "gather_across_devices": True, **more})
+        trainer = run_in(folder, model=model, ddp_backend="gloo", **{**sizes, "gather_across_devices": True, **more})
         if number == 1 and stop_in is not None:
             at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
         trainer.train(resume_from_checkpoint="auto")
@@ -239,8 +222,4 @@ def ranks() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     print(json.dumps(ranks() if sys.argv[1] == "ranks" else kill(int(sys.argv[1]))))

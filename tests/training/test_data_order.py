@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_lines
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, differing, log_of, pairs, state_of
+from tiny_runs import assert_resumes, pairs, texts_in, trainer_in
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import samplings_of
@@ -40,39 +41,36 @@ def texts_of(trainer: Any) -> list[list[str]]:
     step = trainer.training_step
 
     def spy(model: Any, inputs: dict[str, Any], *others: Any) -> Any:
-        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-        texts = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
-        seen.append([" | ".join(row) for row in zip(*texts, strict=True)])
+        seen.append([" | ".join(row) for row in texts_in(trainer, inputs)])
         return step(model, inputs, *others)
 
     trainer.training_step = spy
     return seen
 
 
-def assert_resumes(trainer_in: Any, tmp_path: Path, load: Any, updates: tuple[int, ...], **settings: Any) -> Any:
-    straight = trainer_in(tmp_path / "a", load(), dropout=0.1, **settings, **SAVES)
-    seen = texts_of(straight)
-    straight.train()
-    for update in updates:
-        resumed = trainer_in(tmp_path / f"b{update}", load(), dropout=0.1, **settings)
-        again = texts_of(resumed)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{update}"))
-        assert again and again == seen[-len(again) :]
-        assert differing(state_of(straight), state_of(resumed)) == []
-        losses = [line["loss"] for line in log_of(tmp_path / "a")][update:]
-        assert [line["loss"] for line in log_of(tmp_path / f"b{update}")] == losses
-    return straight, seen
+def assert_resumes_with_texts(load: Any, tmp_path: Path, *updates: int, **settings: Any) -> Any:
+    """Resumed runs also train on the texts that were left, all of which are returned beside the straight run."""
+    seen = []
+
+    def make(folder: Path, **saves: Any) -> Any:
+        trainer = trainer_in(folder, load(), dropout=0.1, **settings, **saves)
+        seen.append(texts_of(trainer))
+        return trainer
+
+    straight = assert_resumes(make, tmp_path, *updates)
+    assert all(again and again == seen[0][-len(again) :] for again in seen[1:])
+    return straight, seen[0]
 
 
-def test_a_run_on_sampled_rows_resumes_bit_for_bit_and_epochs_differ(trainer_in: Any, tmp_path: Path) -> None:
-    path = write(tmp_path)
-    _, seen = assert_resumes(
-        trainer_in, tmp_path, lambda: load_training_data(path, num_hard_negatives=2).dataset, (2, 6), num_train_epochs=2
-    )
+def test_a_run_on_sampled_rows_resumes_bit_for_bit_and_epochs_differ(tmp_path):
+    def load():
+        return load_training_data(write(tmp_path), num_hard_negatives=2).dataset
+
+    _, seen = assert_resumes_with_texts(load, tmp_path, 2, 6, num_train_epochs=2)
     assert {row for batch in seen[:11] for row in batch} != {row for batch in seen[11:] for row in batch}
 
 
-def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(trainer_in: Any, tmp_path: Path) -> None:
+def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(tmp_path):
     path = write(tmp_path)
 
     def order(name: str, **settings: Any) -> list[str]:
@@ -89,7 +87,7 @@ def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(trainer
     assert order("method", method="grad_cache") == base
 
 
-def test_every_known_positive_reaches_the_loss(trainer_in: Any, tmp_path: Path) -> None:
+def test_every_known_positive_reaches_the_loss(tmp_path):
     data = load_training_data(write(tmp_path), num_hard_negatives=2)
     assert data.known_positives is not None
     trainer = trainer_in(tmp_path / "run", data.dataset)
@@ -100,44 +98,39 @@ def test_every_known_positive_reaches_the_loss(trainer_in: Any, tmp_path: Path) 
     assert plain.known_positives is None and trainer_in(tmp_path / "run", plain.dataset).loss._positives is None
 
 
-def rows(n: int = 43) -> Dataset:
-    """Every query in two rows."""
-    queries = [text for text in sentences(-(-n // 2), 1) for _ in range(2)][:n]
-    return Dataset.from_dict(
-        {"query": queries, "positive": [f"{text} {i}" for i, text in enumerate(sentences(n, 2, 9))]}
-    )
+def in_two_rows_each() -> Dataset:
+    """Every query in two rows, but for the last."""
+    queries = [text for text in sentences(22, 1) for _ in range(2)][:43]
+    return Dataset.from_dict({"query": queries, "positive": sentences(43, 2, 9)})
 
 
-def test_batches_without_duplicates_resume_bit_for_bit(trainer_in: Any, tmp_path: Path) -> None:
-    data = rows()
-    _, seen = assert_resumes(
-        trainer_in, tmp_path, lambda: data, (2, 6), num_train_epochs=2, batch_sampler="no_duplicates"
-    )
+def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
+    given = {"num_train_epochs": 2, "batch_sampler": "no_duplicates"}
+    _, seen = assert_resumes_with_texts(in_two_rows_each, tmp_path, 2, 6, **given)
     queries = [[row.split(" | ")[0] for row in batch] for batch in seen]
     assert all(len(set(batch)) == len(batch) for batch in queries)
 
 
 def sets(folder: Path, **given: Any) -> Any:
     paths = {name: write(folder, name, n, 10 * n) for name, n in SIZES.items()}
-    return load_training_sets(parse_training_sets([*paths.values()], given))
+    return load_training_sets(parse_training_sets([*paths.values()], given)).dataset
 
 
 @pytest.mark.parametrize(("sampler", "batches"), [("proportional", 26), ("round_robin", 12)])
-def test_a_run_on_several_sets_resumes_bit_for_bit(trainer_in: Any, tmp_path: Path, sampler: str, batches: int) -> None:
+def test_a_run_on_several_sets_resumes_bit_for_bit(tmp_path, sampler, batches):
     settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_record": {"sets": {"small": "p"}}}
-    straight, seen = assert_resumes(
-        trainer_in, tmp_path, lambda: sets(tmp_path, num_hard_negatives=2).dataset, (1, 3), **settings
-    )
+    load = partial(sets, tmp_path, num_hard_negatives=2)
+    straight, seen = assert_resumes_with_texts(load, tmp_path, 1, 3, **settings)
     assert len(seen) == batches and str(seen[: batches // 2]) != str(seen[batches // 2 :])
     assert len(samplings_of(straight.train_dataset)) == 3
-    record = json.loads((tmp_path / "a" / "run.json").read_text())["data"]
+    record = json.loads((tmp_path / "straight" / "run.json").read_text())["data"]
     assert record["rows"] == sum(SIZES.values()) and record["sets"] == {"small": "p"} and record["fingerprint"]
 
 
-def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tmp_path: Path) -> None:
+def test_a_micro_batch_is_of_one_set_with_its_own_prompts(tmp_path):
     prompts = {name: {"query": "cat " if name == "large" else "dog "} for name in SIZES}
     model = tiny_encoder(query_prompt="bird ")
-    trainer = trainer_in(tmp_path / "run", sets(tmp_path).dataset, model=model, prompts=prompts)
+    trainer = trainer_in(tmp_path / "run", sets(tmp_path), model=model, prompts=prompts)
     seen = texts_of(trainer)
     trainer.train()
     first = Counter(row.split(" ")[0] for batch in seen for row in batch)
@@ -145,7 +138,7 @@ def test_a_micro_batch_is_of_one_set_with_its_own_prompts(trainer_in: Any, tmp_p
     assert all(len({row.split(" ")[0] for row in batch}) == 1 for batch in seen)
 
 
-def test_columns_that_mean_two_things_get_their_roles_by_set(trainer_in: Any, tmp_path: Path) -> None:
+def test_columns_that_mean_two_things_get_their_roles_by_set(tmp_path):
     one = pairs(9)
     parts = DatasetDict({"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})})
     model = tiny_encoder(tied=False, query_prompt="q: ", passage_prompt="p: ")

@@ -24,7 +24,7 @@ NORMS = ("grad_norm_query", "grad_norm_passage")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     codes = run_script("engines", folder, "engine_runs.py")
     assert all(found == [0, 0] for found in codes.values()), codes
@@ -43,7 +43,7 @@ def weights(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
 @pytest.mark.parametrize("case", ["tied", "untied"])  # the latter with gradient checkpointing
-def test_weights_and_bank_are_those_of_ddp_and_every_update_is_counted(runs: Path, engine: str, case: str) -> None:
+def test_weights_and_bank_are_those_of_ddp_and_every_update_is_counted(runs, engine, case):
     expected, found = (runs / f"{name}-{case}" / "checkpoint-2" for name in ("ddp", engine))
     assert (weights(expected) - weights(found)).abs().max() < 1e-6
     if case == "tied":
@@ -57,7 +57,7 @@ def test_weights_and_bank_are_those_of_ddp_and_every_update_is_counted(runs: Pat
 
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
-def test_norms_of_both_kinds_of_towers_are_those_of_their_embeddings(runs: Path, engine: str) -> None:
+def test_norms_of_both_kinds_of_towers_are_those_of_their_embeddings(runs, engine):
     logs = {case: log_of(runs / f"{engine}-{case}") for case in ("tied", "untied")}
     for line, expected in zip(logs["tied"], log_of(runs / "ddp-tied"), strict=True):
         assert [line[key] for key in NORMS] == pytest.approx([expected[key] for key in NORMS], rel=1e-5)
@@ -68,14 +68,14 @@ def test_norms_of_both_kinds_of_towers_are_those_of_their_embeddings(runs: Path,
 
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
-def test_weights_of_an_earlier_checkpoint_are_loaded_after_training(runs: Path, engine: str) -> None:
+def test_weights_of_an_earlier_checkpoint_are_loaded_after_training(runs, engine):
     folder = runs / f"{engine}-tied"
     assert torch.equal(weights(folder / "first"), weights(folder / "checkpoint-1"))
     assert not torch.equal(weights(folder / "first"), weights(folder / "checkpoint-2"))
 
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
-def test_a_resumed_run_goes_on_as_it_would_have_and_skips_what_is_not_finite(runs: Path, engine: str) -> None:
+def test_a_resumed_run_goes_on_as_it_would_have_and_skips_what_is_not_finite(runs, engine):
     straight, resumed = (state(runs / f"{engine}-{case}" / "checkpoint-2") for case in ("tied", "resumed"))
     assert straight.keys() == resumed.keys()
     assert [name for name, x in straight.items() if not torch.equal(x, resumed[name])] == []
@@ -87,7 +87,7 @@ def test_a_resumed_run_goes_on_as_it_would_have_and_skips_what_is_not_finite(run
 
 @needs_deepspeed
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_checkpoint_that_would_run_code_is_refused_before_deepspeed_reads_it(protocol: int, tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_run_code_is_refused_before_deepspeed_reads_it(protocol, tmp_path):
     class Planted:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "was run"),)
@@ -100,6 +100,6 @@ def test_a_checkpoint_that_would_run_code_is_refused_before_deepspeed_reads_it(p
     assert not (tmp_path / "was run").exists()
 
 
-def test_the_extra_asks_for_the_version_that_is_required() -> None:
+def test_the_extra_asks_for_the_version_that_is_required():
     project = Path(__file__).parents[2] / "pyproject.toml"
     assert re.findall(r"deepspeed>=([\d.]+)", project.read_text()) == [DEEPSPEED]

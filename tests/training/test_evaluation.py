@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sample_texts import sentences
-from tiny_runs import differing, log_of, state_of
+from tiny_runs import differing, log_of, state_of, trainer_in
 
 from contaccum.data import BeirDataset, RecordReport
 from contaccum.errors import ConfigError
@@ -46,7 +46,7 @@ class Figures(RetrievalEvaluator):
         return {"ndcg@10": self.figures[steps], "mrr@10": 0.1}
 
 
-def test_an_evaluated_run_equals_the_other_bit_for_bit(trainer_in, tmp_path):
+def test_an_evaluated_run_equals_the_other_bit_for_bit(tmp_path):
     states, logs = [], []
     for folder, given in (("plain", {}), ("scored", {"evaluator": RetrievalEvaluator(dev_set()), **EVERY})):
         trainer = trainer_in(tmp_path / folder, dropout=0.3, **given)
@@ -57,7 +57,7 @@ def test_an_evaluated_run_equals_the_other_bit_for_bit(trainer_in, tmp_path):
     assert [line["update"] for line in log_of(tmp_path / "scored", "eval_log.jsonl")] == [1, 2, 3]
 
 
-def test_the_last_update_is_evaluated_whatever_the_interval(trainer_in, tmp_path):
+def test_the_last_update_is_evaluated_whatever_the_interval(tmp_path):
     settings = {**EVERY, "eval_steps": 2, "eval_on_start": True}
     trainer_in(tmp_path, evaluator=Figures({n: n / 10 for n in range(4)}), **settings).train()
     log = log_of(tmp_path, "eval_log.jsonl")
@@ -65,7 +65,7 @@ def test_the_last_update_is_evaluated_whatever_the_interval(trainer_in, tmp_path
     assert all(line["eval_runtime"] > 0 and "eval_samples_per_second" not in line for line in log)
 
 
-def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(trainer_in, tmp_path):
+def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(tmp_path):
     trainer = trainer_in(tmp_path, evaluator=Figures({1: 0.2, 2: 0.7, 3: 0.1}), save_total_limit=2, **BEST)
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
@@ -76,7 +76,7 @@ def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(trai
     assert any(not torch.equal(best[key], last[key]) for key in shared)
 
 
-def test_patience_is_lost_evaluation_by_evaluation_across_restarts(trainer_in, tmp_path, caplog):
+def test_patience_is_lost_evaluation_by_evaluation_across_restarts(tmp_path, caplog):
     straight = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
     with caplog.at_level(logging.WARNING):
         straight.train()
@@ -101,7 +101,7 @@ def test_patience_is_lost_evaluation_by_evaluation_across_restarts(trainer_in, t
     assert patient.state.global_step == patient.state.best_global_step == 5
 
 
-def test_an_evaluation_is_not_time_of_training(trainer_in, tmp_path, monkeypatch):
+def test_an_evaluation_is_not_time_of_training(tmp_path, monkeypatch):
     clock, late = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
 
@@ -114,7 +114,7 @@ def test_an_evaluation_is_not_time_of_training(trainer_in, tmp_path, monkeypatch
     assert max(line["seconds"] for line in log_of(tmp_path)) < 500
 
 
-def test_without_a_metric_the_evaluators_own_decides(trainer_in, tmp_path):
+def test_without_a_metric_the_evaluators_own_decides(tmp_path):
     settings = {key: value for key, value in BEST.items() if key != "metric_for_best_model"}
     trainer = trainer_in(tmp_path, evaluator=Figures(FALLING), **settings)
     assert trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better

@@ -37,7 +37,7 @@ def assert_same_outcome(expected: Path, found: Path, updates: int) -> None:
 
 
 @pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
-def test_a_run_killed_at_random_instants_ends_bit_identical(kills: int, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_instants_ends_bit_identical(kills, tmp_path):
     found = run_script(str(kills), tmp_path)
     assert found["killed"] == kills and set(found["codes"]) == {0}, found
     assert kills == 1 or len(set(found["reached"])) > 3, found  # all along the way
@@ -48,13 +48,13 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(kills: int, tmp_path
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     return folder, run_script("ranks", folder)
 
 
 @pytest.mark.slow
-def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks: Any) -> None:
+def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
     folder, found = ranks
     assert found["codes"]["1"] == [0] and found["codes"]["2"] == [0, 0] and found["codes"]["4"] == [0] * 4
     compared = [(name, 2) for name in found["cases"]] + [("contaccum, untied", 4)]
@@ -69,7 +69,7 @@ def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks: Any) -> N
 
 
 @pytest.mark.slow
-def test_shards_end_with_the_weights_of_one_process_and_resume(ranks: Any) -> None:
+def test_shards_end_with_the_weights_of_one_process_and_resume(ranks):
     folder, found = ranks
     assert found["codes"]["fsdp"] == [0, 0, 0]
     expected = load_file(folder / "fsdp-1" / "model.safetensors")
@@ -80,7 +80,7 @@ def test_shards_end_with_the_weights_of_one_process_and_resume(ranks: Any) -> No
 
 
 @pytest.mark.slow
-def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks: Any) -> None:
+def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks):
     folder, found = ranks
     codes = found["codes"]
     assert codes["straight"] == [0, 0]

@@ -1,13 +1,13 @@
 """Hard negatives mined anew while training: what is mined, which texts reach a batch, resuming, and what is refused."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
-from tiny_runs import SAVES, differing, log_of, pairs, state_of
+from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_in, trainer_in
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
@@ -26,9 +26,9 @@ def without_negatives(h: int = 2, several: bool = False) -> Dataset:
     return Dataset.from_dict(columns, features=Features(dict.fromkeys(names, Value("string"))))
 
 
-def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
+def watch(trainer: Any) -> tuple[list[list[tuple[str, ...]]], dict[int, Any]]:
     """The texts of every update, and the model that each begins with."""
-    windows: list[list[list[str]]] = []
+    windows: list[list[tuple[str, ...]]] = []
     models: dict[int, Any] = {}
     step = trainer.micro_step
 
@@ -37,10 +37,8 @@ def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
         if update not in models:
             models[update] = copy.deepcopy(trainer.model)
             windows.append([])
-        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-        texts = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
-        windows[-1] += [list(row) for row in zip(*texts, strict=True)]
-        assert "label" not in inputs or inputs["label"].shape[1] == len(texts)
+        windows[-1] += texts_in(trainer, inputs)
+        assert "label" not in inputs or inputs["label"].shape[1] == len(windows[-1][-1])
         return step(model, inputs, *others, **more)
 
     trainer.micro_step = spy
@@ -48,7 +46,7 @@ def watch(trainer: Any) -> tuple[list[list[list[str]]], dict[int, Any]]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in, tmp_path, workers):
+def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
     trainer = trainer_in(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
     windows, models = watch(trainer)
     trainer.train()
@@ -57,15 +55,8 @@ def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in, tmp_path
     data = load_mining_data({"query": query, "positive": positive} for query, positive in rows)
     found = {}
     for update in (0, 2, 4):
-        mined = mine_hard_negatives(
-            data,
-            models[update],
-            num_negatives=4,
-            range_max=None,
-            relative_margin=0.0,
-            batch_size=4,
-            show_progress=False,
-        )
+        rules = {"num_negatives": 4, "range_max": None, "relative_margin": 0.0}
+        mined = mine_hard_negatives(data, models[update], batch_size=4, show_progress=False, **rules)
         found[update] = {
             query: {data.documents[row].passage for row in picks if row >= 0}
             for query, picks in zip(data.queries, mined.rows.tolist(), strict=True)
@@ -81,7 +72,7 @@ def test_every_update_trains_on_what_the_last_refresh_mined(trainer_in, tmp_path
     assert log[0]["mining_seconds"] > 0
 
 
-def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(trainer_in, tmp_path):
+def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(tmp_path):
     data = without_negatives(several=True)
     positives: dict[str, set[str]] = {}
     for row in data:
@@ -94,14 +85,9 @@ def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_th
         assert positive in positives[query] and not positives[query] & set(negatives)
 
 
-def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in, tmp_path):
-    straight = trainer_in(tmp_path / "a", without_negatives(), dropout=0.1, **REFRESH, **SAVES)
-    straight.train()
-    for update in (2, 3):  # right before a refresh, and between two
-        resumed = trainer_in(tmp_path / str(update), without_negatives(), dropout=0.1, **REFRESH)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{update}"))
-        assert differing(state_of(straight), state_of(resumed)) == []
-        assert torch.equal(torch.from_numpy(straight.refresh.rows), torch.from_numpy(resumed.refresh.rows))
+def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
+    make = partial(trainer_in, data=without_negatives(), dropout=0.1, **REFRESH)
+    assert_resumes(make, tmp_path, 2, 3)  # right before a refresh, and between two
     plain = trainer_in(tmp_path / "plain", pairs(N, 2), num_train_epochs=2, **SAVES)
     plain.train()
     with pytest.raises(UserError, match="refresh_negatives_every: None -> 2"):
@@ -109,7 +95,7 @@ def test_a_run_resumes_bit_for_bit_between_two_refreshes(trainer_in, tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
 
 
-def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in, tmp_path):
+def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
     trainer = trainer_in(tmp_path, pairs(N, 2), **REFRESH)
     windows, _ = watch(trainer)
     trainer.train()
@@ -127,12 +113,12 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(trainer_in, tmp_
     ],
     ids=["no negatives", "several sets", "other names"],
 )
-def test_data_that_nothing_can_be_put_into_is_refused(trainer_in, tmp_path, data, message):
+def test_data_that_nothing_can_be_put_into_is_refused(tmp_path, data, message):
     with pytest.raises(ConfigError, match=message):
         trainer_in(tmp_path, data, **REFRESH)
 
 
-def test_data_to_mine_in_without_the_queries_is_refused(trainer_in, tmp_path):
+def test_data_to_mine_in_without_the_queries_is_refused(tmp_path):
     other = load_mining_data([{"query": "a query", "positive": "a passage"}])
     with pytest.raises(ConfigError, match=r"row 0 of the training data, and 8 others, have a query"):
         trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SAVES, at_micro_step, differing, log_of, pairs, state_of
+from tiny_runs import SAVES, assert_resumes, at_micro_step, differing, log_of, pairs, state_of, trainer_in
 
 from contaccum.errors import UserError
 from contaccum.training import updates
@@ -42,9 +42,7 @@ ALWAYS = set(range(999))
 
 
 @pytest.mark.parametrize("place", ["queries", "passages", "backward"])
-def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(
-    trainer_in, place, tmp_path, caplog
-):
+def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(place, tmp_path, caplog):
     """Losses without a bank: the gradient is then that of the smaller micro-batches, wherever memory ran out."""
     settings = {"data": pairs(36, 1), "method": "grad_accum"}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
@@ -66,30 +64,31 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
         assert ours["grad_norm_query"] == pytest.approx(theirs["grad_norm_query"], rel=1e-4)
 
 
-def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(trainer_in, tmp_path):
-    trainer = trainer_in(tmp_path / "a", dropout=0.1, **SAVES)
-    runs_out(trainer, "passages", {5}, fits=2)  # the second micro-batch of the second update, before its loss
-    trainer.train()
+def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(tmp_path):
+    def make(folder, **saves):
+        trainer = trainer_in(folder, dropout=0.1, **saves)
+        if saves:  # the straight run; in the second micro-batch of the second update, before its loss
+            runs_out(trainer, "passages", {5}, fits=2)
+        return trainer
+
+    trainer = assert_resumes(make, tmp_path, 2)
     assert trainer.updates.rows_fit == 2
     # The update began again: the four pairs before are in the bank twice, and none is missing.
     assert trainer.loss.info_nce.bank.pairs == 36 + 4
-    resumed = trainer_in(tmp_path / "b", dropout=0.1)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    assert differing(state_of(trainer), state_of(resumed)) == []
 
 
-def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(trainer_in, tmp_path):
-    weights = []
+def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(tmp_path):
+    ended = []
     for name, visits in (("fits", set()), ("runs_out", {1})):
         trainer = trainer_in(tmp_path / name, method="grad_cache")
         runs_out(trainer, "passages", visits, fits=2)
         trainer.train()
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        ended.append(weights(trainer))
     assert trainer.loss.mini_batch_size == 2
-    assert (weights[0] - weights[1]).abs().max() < 1e-6
+    assert (ended[0] - ended[1]).abs().max() < 1e-6
 
 
-def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(trainer_in, tmp_path):
+def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(tmp_path):
     trainer = trainer_in(tmp_path / "a")
     runs_out(trainer, "queries", ALWAYS, fits=0)
     with pytest.raises(UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"):
@@ -104,7 +103,7 @@ AUTO = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 1,
 
 
 @pytest.mark.parametrize("place", ["passages", "backward"])
-def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(trainer_in, place, tmp_path):
+def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, tmp_path):
     given = trainer_in(tmp_path / "given", dropout=0.1)
     given.train()
     found = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
@@ -119,7 +118,7 @@ def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(trainer
     assert differing(state_of(given), state_of(resumed)) == []
 
 
-def test_grad_cache_finds_what_it_encodes_at_once(trainer_in, tmp_path):
+def test_grad_cache_finds_what_it_encodes_at_once(tmp_path):
     trainer = trainer_in(tmp_path, method="grad_cache", **AUTO)
     runs_out(trainer, "passages", ALWAYS, fits=5)
     trainer.train()
@@ -127,7 +126,7 @@ def test_grad_cache_finds_what_it_encodes_at_once(trainer_in, tmp_path):
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
 
 
-def test_a_host_is_never_asked_for_more_than_it_has(trainer_in, tmp_path, monkeypatch):
+def test_a_host_is_never_asked_for_more_than_it_has(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, **AUTO)
     trainer.args.gradient_accumulation_steps = 12
     sizes: list[int] = []
@@ -140,6 +139,14 @@ def test_a_host_is_never_asked_for_more_than_it_has(trainer_in, tmp_path, monkey
 
 def weights(trainer: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
+
+
+def weights_before(trainer: Any, *steps: int) -> list[torch.Tensor]:
+    """The weights before each of these micro-steps; filled by training."""
+    found: list[torch.Tensor] = []
+    for step in steps:
+        at_micro_step(trainer, step, lambda _: found.append(weights(trainer)))
+    return found
 
 
 def spoil_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
@@ -172,18 +179,16 @@ def spoil_gradient(trainer: Any, factor: float) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("method", ["contaccum", "grad_accum"])
 @pytest.mark.parametrize("factor", [math.nan, math.inf], ids=["nan", "inf"])
-def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(trainer_in, method, factor, tmp_path, caplog):
+def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(method, factor, tmp_path, caplog):
     trainer = trainer_in(tmp_path, method=method)
     blamed: list[str] = []
-    before: list[torch.Tensor] = []
 
-    def spoil(inputs: Any) -> None:  # micro-step 5: the second of update 2
-        before.append(weights(trainer))
+    def blame(inputs: Any) -> None:
         blamed.extend(trainer.model.tokenizer.batch_decode(inputs["query_input_ids"], skip_special_tokens=True))
-        spoil_embeddings(trainer, factor)(inputs)
 
-    at_micro_step(trainer, 5, spoil)
-    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
+    before = weights_before(trainer, 5, 7)
+    at_micro_step(trainer, 5, blame)  # the second of update 2
+    at_micro_step(trainer, 5, spoil_embeddings(trainer, factor))
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert torch.equal(before[0], before[1]) and not torch.equal(before[1], weights(trainer))
@@ -191,20 +196,17 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(trainer_
     second = log_of(tmp_path)[1]
     assert second["skipped"] == "loss" and second["loss"] is None and second["micro_steps"] == [1]
     assert sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed) and len(blamed) == 4
-    assert (
-        f"update 2: the loss is not finite (rows {', '.join(map(str, second['rows']))} of the training" in caplog.text
-    )
+    rows = ", ".join(map(str, second["rows"]))
+    assert f"update 2: the loss is not finite (rows {rows} of the training" in caplog.text
     assert "skipped, 1 of max_skipped_updates=10" in caplog.text
     if method == "contaccum":
         assert torch.isfinite(trainer.loss.info_nce.bank.passages).all()
 
 
-def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(trainer_in, tmp_path):
+def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp_path):
     trainer = trainer_in(tmp_path)
-    before: list[torch.Tensor] = []
-    at_micro_step(trainer, 4, lambda _: before.append(weights(trainer)))
+    before = weights_before(trainer, 4, 7)
     at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan))
-    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
     trainer.train()
     assert torch.equal(before[0], before[1])
     line = log_of(tmp_path)[1]
@@ -213,11 +215,10 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tra
     assert trainer.loss.info_nce.bank.pairs == 36  # its embeddings were fine
 
 
-def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(trainer_in, tmp_path):
+def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(tmp_path):
     trainer = trainer_in(tmp_path, max_skipped_updates=1)
-    before: list[torch.Tensor] = []
+    before = weights_before(trainer, 7)
     at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
-    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
     at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
     with pytest.raises(UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"):
         trainer.train()
@@ -241,7 +242,7 @@ class Scaled:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-2])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(trainer_in, max_grad_norm, tied, tmp_path):
+def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(max_grad_norm, tied, tmp_path):
     plain = trainer_in(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
     plain.train()
     trainer = trainer_in(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
@@ -254,13 +255,11 @@ def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(trainer_
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(trainer_in, tmp_path):
+def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(tmp_path):
     trainer = trainer_in(tmp_path, max_skipped_updates=0)
     scaled = Scaled(trainer, 2.0**10)
-    before: list[torch.Tensor] = []
-    at_micro_step(trainer, 4, lambda _: before.append(weights(trainer)))
+    before = weights_before(trainer, 4, 7)
     at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
-    at_micro_step(trainer, 7, lambda _: before.append(weights(trainer)))
     trainer.train()
     assert torch.equal(before[0], before[1]) and trainer.updates.skipped == 0
     assert scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1

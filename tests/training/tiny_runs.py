@@ -1,6 +1,5 @@
-"""What tests of training share: data, states to compare, settings of a run."""
+"""What tests of training share: data, a trainer of a tiny model, states to compare."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,16 @@ from typing import Any
 import torch
 from datasets import Dataset
 from sample_texts import sentences
+from small_data import read_lines
+from tiny_models import tiny_encoder
 
-from contaccum import ContAccumTrainer
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments
+from contaccum.training.arguments import BANK_METHODS
+
+SETTINGS = {"method": "contaccum", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "seed": 5}
+SETTINGS |= {"num_train_epochs": 1, "learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2}
+SETTINGS |= {"save_strategy": "no", "logging_steps": 1000, "disable_tqdm": True}
+OF_THE_TRAINER = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record", "guide")
 
 
 def pairs(n: int, negatives: int = 0) -> Dataset:
@@ -17,8 +24,32 @@ def pairs(n: int, negatives: int = 0) -> Dataset:
     return Dataset.from_dict({**columns, **{f"negative_{i + 1}": sentences(n, 3 + i) for i in range(negatives)}})
 
 
+def arguments_in(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
+    settings = {**SETTINGS, **settings}
+    if settings["method"] in BANK_METHODS:
+        settings.setdefault("bank_size", 20)
+    return ContAccumTrainingArguments(output_dir=str(folder), **settings)
+
+
+def trainer_in(
+    folder: Path, data: Any = 36, tied: bool = True, dropout: float = 0.0, model: Any = None, **settings: Any
+) -> ContAccumTrainer:
+    """Micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
+    model = tiny_encoder(tied, dropout) if model is None else model
+    given = {name: settings.pop(name) for name in OF_THE_TRAINER if name in settings}
+    data = pairs(data) if isinstance(data, int) else data
+    return ContAccumTrainer(model, arguments_in(folder, **settings), data, **given)
+
+
 def log_of(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return read_lines(folder / name)
+
+
+def texts_in(trainer: ContAccumTrainer, inputs: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The rows of a micro-batch, as decoded texts."""
+    columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
+    decoded = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
+    return list(zip(*decoded, strict=True))
 
 
 def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
@@ -36,6 +67,19 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     """Keys whose values are not bit for bit the same."""
     assert one.keys() == other.keys()
     return [key for key in one if not torch.equal(one[key], other[key])]
+
+
+def assert_resumes(make: Callable[..., ContAccumTrainer], folder: Path, *updates: int) -> ContAccumTrainer:
+    """Runs resumed after each of the updates end bit for bit as the straight one, which is returned."""
+    straight = make(folder / "straight", **SAVES)
+    straight.train()
+    losses = [line["loss"] for line in log_of(folder / "straight")]
+    for update in updates:
+        resumed = make(folder / f"from-{update}")
+        resumed.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{update}"))
+        assert differing(state_of(straight), state_of(resumed)) == []
+        assert [line["loss"] for line in log_of(folder / f"from-{update}")] == losses[update:]
+    return straight
 
 
 def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
