@@ -149,10 +149,11 @@ def test_pairs_leave_when_they_are_too_old_or_have_drifted_too_far(
 ) -> None:
     monkeypatch.setattr(banked, "PAIRS_PER_PROBE", 2)
     loss_fn = BankedMultipleNegativesRankingLoss(model, bank_size=8, max_age=max_age)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
     for step in range(6):
         loss_fn(_features(model, [_texts(2, step), _texts(2, step + 50)]), None).backward()
         assert len(loss_fn._bank.queries) == min(2 * (step + 1), expected)
+        assert model.training  # embedding the probe leaves no module in eval mode
         optimizer.step()
         for parameter in model.parameters():
             parameter.data.add_(drift * torch.randn_like(parameter))
