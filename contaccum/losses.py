@@ -65,8 +65,8 @@ class ContAccumLoss(nn.Module):
 
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, with
-          its ``directions``, ``partition_mode`` and hardness too, and is what ``eval_loss`` is: in eval mode the loss
-          is that of the batch alone.
+          its ``directions``, ``partition_mode`` and hardness too, and is what ``eval_loss`` is: in eval mode, and without gradients,
+          the loss is that of the batch alone.
         - :class:`GISTEmbedLoss` is, with a ``guide``, and neither anchors nor positives contrasted among themselves.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
@@ -161,10 +161,11 @@ class ContAccumLoss(nn.Module):
         negatives, *guided = (torch.stack(x[2:], dim=1) if len(x) > 2 else None for x in (embeddings, columns))
         known = [x for x in ids[2:] if x is not None]
         negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
-        loss_fn = self._of_size(embeddings[0].shape[-1]) if self.training else self._without_bank
+        learns = self.training and torch.is_grad_enabled()  # trainers evaluate the model and leave its loss as it was
+        loss_fn = self._of_size(embeddings[0].shape[-1]) if learns else self._without_bank
         seen = [*columns[:2], *guided]
         loss = loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids, seen)
-        if self.distillation is not None and self.training:
+        if self.distillation is not None and learns:
             scale = None if self.log_scale is None else self.log_scale.exp()
             loss = loss + self.distillation(embeddings, labels, scale)
         return loss
