@@ -65,8 +65,8 @@ class ContAccumLoss(nn.Module):
 
     Relations:
         - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, with
-          its ``directions``, ``partition_mode`` and hardness too, and is what ``eval_loss`` is: in eval mode, and without gradients,
-          the loss is that of the batch alone.
+          its ``directions``, ``partition_mode`` and hardness too, and is what ``eval_loss`` is: in eval mode, and
+          without gradients, the loss is that of the batch alone.
         - :class:`GISTEmbedLoss` is, with a ``guide``, and neither anchors nor positives contrasted among themselves.
         - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.

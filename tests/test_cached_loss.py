@@ -137,7 +137,6 @@ def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder) -> None:
     loss_fn = CachedContAccumLoss(model, 64, mini_batch_size=3)
     loss_fn(features(model, 8, seed=1), None)
     model.eval()
-    loss_fn.eval()
     with torch.no_grad():
         ours = loss_fn(features(model, 8), None)
         theirs = CachedMultipleNegativesRankingLoss(model)(features(model, 8), None)

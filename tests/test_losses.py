@@ -107,11 +107,12 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+def test_evaluation_is_the_loss_of_the_batch_alone(model: DualEncoder, mode: bool) -> None:
     loss_fn = ContAccumLoss(model, bank_size=6)
     loss_fn(features(model, 4, 2, seed=1), None)
+    loss_fn.train(mode)  # trainers leave a loss in training mode
     model.eval()
-    loss_fn.eval()
     with torch.no_grad():
         ours = loss_fn(features(model, 4, 2), None)
         theirs = MultipleNegativesRankingLoss(model)(features(model, 4, 2), None)
