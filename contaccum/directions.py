@@ -93,11 +93,12 @@ class Direction(NamedTuple):
             pairs = pairs._replace(positives=(local.detach(), banked))
         if bank is None:
             scores, none = pairs.scores(queries, table), queries.new_zeros(0)
-            banked_sum, banked_positive = none, none
+            banked_sum, banked_positive, by_block = none, none, scores.by_block
         else:
             scores = bank.scores(pairs, table, origin)
             banked_sum, banked_positive = bank.row_sums(pairs, scores, log_weight)
-        log_sum = torch.cat([scores.own.flatten(1), scores.by_block + log_weight], dim=1).logsumexp(1)
+            by_block = scores.by_block + bank.log_weights[: scores.by_block.shape[1]] + log_weight
+        log_sum = torch.cat([scores.own.flatten(1), by_block], dim=1).logsumexp(1)
         positive = scores.positive
         if hardness is not None:
             positive = positive - hardness.off(pairs.of_mean(queries))

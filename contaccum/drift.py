@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
 MOVES_ENTRIES = ("auto", "mean")  # these follow the encoder; the others need no measurement of it
 HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean has fallen to 1/e
 RESIDUAL_BOUND = 0.08  # of an entry's drift without the mean shift, in units of its tower's spread: beyond, it retires
+WEIGHED_BOUND = 0.2  # the same where older entries count less: at this one, by a factor of 20
 PROBES = 32  # over the life of a bank; for a larger bank they are further apart
 
 
@@ -117,6 +119,11 @@ class DriftProbe(nn.Module):
                 return before + (age - before) * (bound - less) / (residual - less)
             before, less = age, residual
         return math.inf
+
+    def log_weight(self, residuals: Sequence[float], age: int) -> float:
+        """Logarithm of what an entry of an ``age`` in pairs counts, exp(-(r / 0.08)^2 / 2) for a residual drift r."""
+        ages = [self.pairs[-1] - pairs for pairs in self.pairs[::-1]]
+        return -0.5 * (float(np.interp(age, ages, [0.0, *reversed(residuals)])) / RESIDUAL_BOUND) ** 2
 
     def record(self, oldest: int) -> dict[str, float]:
         """Drift over the life of a bank whose oldest entry is ``oldest`` updates old, or as much of it as is known.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from contaccum.centering import CENTERINGS, GradientCentering, towers_to_center
 from contaccum.diagnostics import facts, masses
 from contaccum.directions import DIRECTIONS, Direction, in_order, meet, together
 from contaccum.distributed import from_first_rank, gather_batch, over_ranks, world_size
-from contaccum.drift import DRIFT_COMPENSATIONS, DriftProbe, RunningMean
+from contaccum.drift import DRIFT_COMPENSATIONS, RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
 from contaccum.hardness import HARDNESS_MODES, Hardness
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
@@ -78,7 +79,8 @@ class BankedInfoNCE(Banks):
         pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank: that mean is then taken
             over the update. None: over each micro-batch by itself. See :meth:`begin_update`.
         bank_weight: how often a banked pair counts beside a local one, as a negative and as a row; above 1: how many
-            pairs the bank counts as together. A banked row's own positive counts once.
+            pairs the bank counts as together; ``"auto"``: less, the further :meth:`observe_probe` shows its age to
+            have drifted, until it retires later than otherwise. A banked row's own positive counts once.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss, in their order;
             they may bring different numbers of pairs, even none. Every rank then holds the same bank and returns the
@@ -116,7 +118,7 @@ class BankedInfoNCE(Banks):
         gather_across_devices: bool = False,
         center_gradients: Literal["auto", "both", "passages", "queries", "none"] = "auto",
         pairs_per_update: int | None = None,
-        bank_weight: float = 1.0,
+        bank_weight: float | Literal["auto"] = 1.0,
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: Literal["absolute", "relative"] = "absolute",
@@ -127,8 +129,10 @@ class BankedInfoNCE(Banks):
         learn_temperature: bool = False,
     ) -> None:
         check_bank_sizes(bank_size, query_bank_size)
-        if not 0 < bank_weight < math.inf:
-            raise ConfigError(f"bank_weight must be a positive number, got {bank_weight!r}")
+        if bank_weight != "auto" and not (isinstance(bank_weight, (int, float)) and 0 < bank_weight < math.inf):
+            raise ConfigError(f"bank_weight must be a positive number or auto, got {bank_weight!r}")
+        if bank_weight == "auto" and drift_compensation != "auto":
+            raise ConfigError(f"bank_weight=auto with drift_compensation={drift_compensation}: nothing is known of age")
         if not 0 < temperature < math.inf:
             raise ConfigError(f"temperature must be a positive number, got {temperature!r}")
         if false_negative_margin is not None and not false_negative_margin >= 0:
@@ -250,21 +254,18 @@ class BankedInfoNCE(Banks):
             hardness=Hardness.of(self.hardness_mode, self.hardness_strength, still),
         )
         weight = 1.0
-        if bank is not None:
+        if bank is not None and self.bank_weight != "auto":
             weight = self.bank_weight if self.bank_weight <= 1 else min(self.bank_weight / max(bank.in_use, 1), 1.0)
         given = now, self.origins, self.positives, math.log(weight)
         found = meet(self.directions, self.partition_mode, whole, self.banks, *given)
         log_sums, positives = together(found, self.partition_mode), found[0].positives
         local_losses, bank_losses = (x - y for x, y in zip(log_sums, positives, strict=True))
-        bank_rows = torch.zeros((), dtype=torch.int64, device=queries.device)
-        if bank is not None:
-            in_use = bank.absent[: len(bank_losses), 0] == 0
-            bank_losses, bank_rows = bank_losses * in_use, in_use.sum()
-        share = len(queries) + (weight * bank_rows.to(queries) if self.normalize_by == "all" else 0)
-        loss = (local_losses.sum() + weight * bank_losses.sum()) / share
+        counts = queries.new_zeros(0) if bank is None else weight * bank.row_weights()
+        share = len(queries) + (counts.sum() if self.normalize_by == "all" else 0)
+        loss = (local_losses.sum() + (bank_losses * counts).sum()) / share
         self.last = {
             "local_loss": local_losses.detach().mean(),
-            "bank_loss": bank_losses.detach().sum() / bank_rows.clamp_min(1),
+            "bank_loss": (bank_losses.detach() * counts).sum() / counts.sum().clamp_min(torch.finfo(counts.dtype).tiny),
             **facts(found if self.partition_mode == "joint" else found[:1], bank, units[1].detach()),
             **({} if log_scale is None else {"temperature": still}),
         }
@@ -365,14 +366,18 @@ class BankedInfoNCE(Banks):
             self.query_mean.mean += shift[0]
             self.passage_mean.mean += shift[1]
         if self.drift_compensation == "auto":
-            towers = {DIRECTIONS[name][1] for name in self.directions}
-            limits = [self.probe.age_limit(self.probe.residuals()[:, tower]) for tower in towers]
-            limit = int(min(*limits, self.bank_size))
+            weighs, towers = self.bank_weight == "auto", {DIRECTIONS[name][1] for name in self.directions}
+            residuals = self.probe.residuals()[:, sorted(towers)].amax(1)
+            limit = int(
+                min(self.probe.age_limit(residuals, WEIGHED_BOUND if weighs else RESIDUAL_BOUND), self.bank_size)
+            )
             # The same on all ranks already, unless their devices round differently.
             limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
             for one in self.banks.values():
                 one.limit = limit
                 one.encoder_moved()
+                if weighs:
+                    one.weigh(partial(self.probe.log_weight, residuals.tolist()))
 
     def drift_record(self) -> dict[str, float]:
         """What is known about the age of the bank, for a log line: reads the device.

@@ -11,7 +11,7 @@ Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ class MemoryBank(nn.Module):
     ids: Tensor  # int64 (2, m, 1 + h): of the query that a passage came with, and its own
     absent: Tensor  # (m, 1 + h), added to the scores of a column: 0 where it is in use, else vanishingly low
     log_sums: Tensor  # (blocks, m), logsumexp of each row over the negatives in the columns of each block
-    log_sum: Tensor  # (m,), and over all of them
+    log_sum: Tensor  # (m,), and over all of them, each counted as often as its weight says
+    log_weights: Tensor  # (blocks,), logarithms of how often what lies in each counts, as negatives and as rows
     positive: Tensor  # (m,), score of each row's own passage
     own_sum: Tensor  # (m,) with penalties, which log-sums are without then: that of a row's own hard negatives
     origins: Tensor  # (m / note, d), where the mean of the query tower was when rows came
@@ -85,6 +86,7 @@ class MemoryBank(nn.Module):
         buffer("absent", self.low, self.slots, width)
         buffer("log_sums", self.low, blocks, rows)
         buffer("log_sum", self.low, rows)
+        buffer("log_weights", 0, blocks)
         buffer("positive", 0, rows)
         self._penalties = penalties
         if penalties:
@@ -180,10 +182,19 @@ class MemoryBank(nn.Module):
         positive, log_sum = self.positive[:m], self.log_sum[:m]
         if (hardness := pairs.hardness) is not None:
             of_mean = self.of_mean(pairs)
-            log_sum = torch.logaddexp(log_sum, self.own_sum[:m] + hardness.off_own(of_mean))
+            own_sum = self.own_sum[:m] + self._of_rows(self.log_weights)[:m]
+            log_sum = torch.logaddexp(log_sum, own_sum + hardness.off_own(of_mean))
             positive = positive - hardness.off(of_mean)
         banked = log_sum + log_weight if pairs.alike else torch.logaddexp(positive, log_sum + log_weight)
         return torch.logaddexp(banked, scores.on_rows), positive
+
+    def row_weights(self) -> Tensor:
+        """(m,): how often the loss of a banked row counts; 0: it is not in use."""
+        m = min(self.span, len(self.queries))
+        return (self.absent[:m, 0] == 0) * self._of_rows(self.log_weights)[:m].exp()
+
+    def _of_rows(self, blocks: Tensor) -> Tensor:
+        return blocks.repeat_interleave(self.block)
 
     def of_mean(self, pairs: Pairs) -> Tensor:
         """What the mean that columns of a micro-batch are relative to adds to all scores of the banked rows, (m,)."""
@@ -278,7 +289,8 @@ class MemoryBank(nn.Module):
                 self.guide.put(pairs.guide, at, slots, width)
             if sums is not None:
                 self.queries[slots], self.positive[slots] = queries[at].to(self.queries), positive[at]
-                self.log_sums[:, slots], self.log_sum[slots] = sums[:, at], sums[:, at].logsumexp(0)
+                weighted = sums[:, at] + self.log_weights[:, None]
+                self.log_sums[:, slots], self.log_sum[slots] = sums[:, at], weighted.logsumexp(0)
                 if own_sum is not None:
                     self.own_sum[slots] = own_sum[at]
                 if origin is not None:
@@ -333,10 +345,25 @@ class MemoryBank(nn.Module):
         for blocks in forgotten:
             self.absent[blocks.start * self.block : blocks.stop * self.block] = self.low
             self.log_sums[blocks] = self.low
-        torch.logsumexp(self.log_sums, 0, out=self.log_sum)
+            self.log_weights[blocks] = 0
+        self._sum_up()
         self.first = first
         self._update_ends = [pairs for pairs in self._update_ends if pairs > first]
         return forgotten
+
+    def _sum_up(self) -> None:
+        torch.logsumexp(self.log_sums + self.log_weights[:, None], 0, out=self.log_sum)
+
+    @torch.no_grad()
+    def weigh(self, log_weight: Callable[[int], float]) -> None:
+        """Let what is in use count as its age says, in pairs since its update began; a block under way counts once.
+
+        Of an update that is partly forgotten, the age is that of the oldest pair that is left.
+        """
+        for first in range(self.first, self.pairs - self.block + 1, self.block):
+            began = max((end for end in self._update_ends if end <= first), default=self.first)
+            self.log_weights[first % self.slots // self.block] = log_weight(self.pairs - began)
+        self._sum_up()
 
     # Updates and ages ------------------------------------------------------------------------------------------------
 

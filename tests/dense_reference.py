@@ -30,7 +30,7 @@ def dense_loss(
 
 
 def mean_loss(
-    found: list[Tensor], positives: list[list[int]], local_rows: int, normalize_by: str, weight: float
+    found: list[Tensor], positives: list[list[int]], local_rows: int, normalize_by: str, weight: float | Tensor
 ) -> Tensor:
     """Of rows whose losses are means over several softmaxes; banked ones count ``weight`` times."""
     losses = [cross_entropy(x, torch.tensor(y), reduction="none") for x, y in zip(found, positives, strict=True)]
@@ -46,7 +46,7 @@ def logits(
     temperature: float,
     masked: Tensor | None = None,
     moved: Tensor | None = None,
-    weight: float = 1.0,
+    weight: float | Tensor = 1.0,
     positives: list[int] = [],  # noqa: B006
     strength: Tensor | None = None,
 ) -> Tensor:
@@ -57,7 +57,7 @@ def logits(
         positives: the column of each row's positive.
         masked: bool (rows, columns), columns that a row leaves out.
         moved: (rows, d), how far a row counts as moved in its push on the columns, though not in its scores.
-        weight: how often a banked row counts in the sum, and a banked column other than the own positive in a row.
+        weight: how often a banked column other than the own positive counts in a row, all or each.
         strength: (rows, columns), of the similarity that is added to the score, with no gradient.
     """
     q, c = torch.cat(rows), torch.cat(columns)
@@ -125,15 +125,17 @@ class History:
         n, d = inputs[0].shape
         units = [normalize(x, dim=-1) if fn.similarity == "cos" else x * 1 for x in inputs]
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
-        if fn.drift_compensation == "auto" and bank is not None and bank.aged:
-            for part in (queries, columns):
-                if part.numel() > d:  # a mean over one would leave nothing
-                    part.register_hook(lambda g: g - g.reshape(-1, d).mean(0))
+        if fn.drift_compensation == "auto" and bank is not None and bank.aged and columns.numel() > d:
+            columns.register_hook(lambda g: g - g.reshape(-1, d).mean(0))  # a mean over one would leave nothing
         towers, used = (fn.query_mean, fn.passage_mean), [] if bank is None else self.pairs[bank.first :]
         now = torch.zeros(2, d).to(queries)
         for i, mean in enumerate(towers if fn.query_mean is not None else ()):
             now[i] = mean.mean if fn.probe is not None else mean.after(units[i].detach())[0]
-        weight = fn.bank_weight if fn.bank_weight <= 1 else min(1.0, fn.bank_weight / max(len(used), 1))
+        weights = torch.ones(len(used), dtype=queries.dtype)
+        if bank is not None and fn.bank_weight == "auto":
+            weights = bank.log_weights[torch.arange(bank.first, bank.pairs) % bank.slots // bank.block].exp()
+        elif bank is not None:
+            weights *= fn.bank_weight if fn.bank_weight <= 1 else min(1.0, fn.bank_weight / max(len(used), 1))
         banked = used if bank is None or len(bank.queries) else []
         # A pair is its query, its passage, its hard negatives; as columns, banked ones are where their tower is by now.
         stale = [*torch.cat([queries[:, None], columns], dim=1), *(x.to(queries) for x, _, _ in banked)]
@@ -170,11 +172,12 @@ class History:
                 strength = which[fn.hardness_mode] * fn.hardness_strength
                 strength[torch.arange(len(own)), positives] = 0
             local, counted = [torch.cat(parts[:n]), *parts[n:]], positives if r != c else []
+            weight = weights.repeat_interleave(torch.tensor([len(x) for x in parts[n:]], dtype=torch.int64))
             found.append(logits([rows], local, fn.temperature, masked, moved, weight, counted, strength))
             places.append(positives)
         if fn.partition_mode == "joint":
             found, places = [torch.cat(found, dim=1)], places[:1]
-        return mean_loss(found, places, n, fn.normalize_by, weight)
+        return mean_loss(found, places, n, fn.normalize_by, weights[: len(banked)])
 
     def _masked_by_ids(self, name: str, about: list[Tensor], positives: list[int]) -> Tensor:
         """By those of pairs, (2 + h,) each. A query is a column that came with its passage."""

@@ -157,6 +157,25 @@ def test_auto_retires_what_drifted_too_far_and_takes_more_again_when_the_encoder
         assert fn.bank.in_use == 64
 
 
+def test_older_entries_count_less_by_what_the_probe_says_of_their_age() -> None:
+    texts, turn = (x - x.mean(0) for x in (randn(8, D, seed=1), randn(8, D, seed=2)))
+    loss_fn = BankedInfoNCE(bank_size=1024, bank_weight="auto")
+    for update in range(12):
+        now = texts + 0.03 * update * turn
+        loss_fn.observe_probe(texts, now)
+        for i in range(4 if update < 11 else 1):
+            loss_fn(randn(32, D, seed=2 * i), randn(32, D, seed=2 * i + 1))
+        loss_fn.end_update()
+    bank = loss_fn.bank
+    ages = 11 - torch.arange(bank.first, bank.pairs, bank.block) // 128
+    residuals = 0.03 * ages * (turn.square().sum() / now.square().sum()).sqrt()
+    expected = -0.5 * (residuals / 0.08) ** 2
+    blocks = torch.arange(bank.first, bank.pairs, bank.block) // bank.block % len(bank.log_weights)
+    partly_retired = ages == ages[0]  # where that update began is forgotten
+    assert torch.allclose(bank.log_weights[blocks][~partly_retired], expected.to(bank.log_weights)[~partly_retired])
+    assert ages[-1] == 0 and expected[-1] == 0 and -3.2 < expected.min() < -0.5  # kept beyond 0.08, to 0.2
+
+
 @pytest.mark.parametrize(("bank_size", "scale"), [(100, 1), (640, 6)])
 def test_the_limit_retires_blocks_to_the_nearest_but_none_of_the_present_update(bank_size: int, scale: int) -> None:
     loss_fn = BankedInfoNCE(bank_size, drift_compensation="none")

@@ -55,12 +55,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "counts as five": {"bank_weight": 5, "query_bank_size": 0},
     "counts as nine": {"bank_weight": 9, "temperature": 0.5},
     "in-batch negatives": {**COS, **IN_BATCH, "drift_compensation": "auto"},
+    "as old as they are, probed": {**COS, "drift_compensation": "auto", "bank_weight": "auto", "normalize_by": "all"},
     "hard negatives": {**HARD, "bank_weight": 0.5},
     "hard negatives, probed": {**COS, **HARD, "drift_compensation": "auto", "directions": BOTH},
     "all negatives, passages alone": {**COS, **EVERY, "query_bank_size": 0, "drift_compensation": "mean"},
     "symmetric": {"directions": BOTH, "partition_mode": "per_direction", **COS, "drift_compensation": "auto"},
     "GTE": {"directions": ALL, **COS, **IN_BATCH, "bank_weight": 1 / 3, "drift_compensation": "auto"},
-    "GTE, probed": {"directions": ALL, **COS, **EVERY, "normalize_by": "all", "drift_compensation": "auto"},
+    "GTE, probed": {"directions": ALL, **COS, **EVERY, "bank_weight": "auto", "drift_compensation": "auto"},
 }
 
 
@@ -84,7 +85,8 @@ def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(
             loss_fn.end_update()
         if "probed" in setting and step % 6 == 0:
             texts = torch.randn(4, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-            loss_fn.observe_probe(texts + 0.1 * step, texts - 0.2 * step)
+            apart = torch.linspace(0.99, 1.01, 4, dtype=torch.float64)[:, None] ** step
+            loss_fn.observe_probe(apart * texts + 0.1 * step, apart * texts - 0.2 * step)
             for bank in loss_fn.banks.values():
                 bank.limit = [bank_size, bank_size // 2, 0][step // 6 % 3]
         shapes = [(n, 8), (n, 8), (n, step % 3, 8)][: 2 + (step % 3 > 0)]

@@ -102,7 +102,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)
-    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: how many pairs the bank counts as.")
+    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: pairs the bank counts as; auto: by age.")
     bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
     distill: str | None = option(None, "Learn from the teacher's scores in the data too.", DISTILLATIONS)

@@ -106,8 +106,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         allow_abbrev=False,
     )
     for action in parser._actions:  # argparse shows them nowhere else
-        if action.dest == "per_device_train_batch_size":
-            action.type = lambda value: "auto" if value.lower() == "auto" else int(value)
+        if kind := {"per_device_train_batch_size": int, "bank_weight": float}.get(action.dest):
+            action.type = lambda value, kind=kind: "auto" if value.lower() == "auto" else kind(value)
     known = {action.dest for action in parser._actions}
     rest, options = list(argv), []
     while rest and not rest[0].startswith("-"):
