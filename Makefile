@@ -3,18 +3,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?= --disable-pip-version-check -q
+CONSTRAINTS ?= constraints.txt
 DEV := $(VENV)/.installed-dev,demo,lightning
 # The lowest versions that pyproject.toml allows of the two that the trainer builds on, and what these need of others.
 LOWEST = $(shell sed -nE 's/^ *"((sentence-)?transformers)>=([0-9.]+),.*/\1==\3/p' pyproject.toml)
 LOWEST += tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
-.PHONY: quickstart test test-lowest test-all lint format clean
+.PHONY: quickstart test test-lowest test-newest test-all lint format dist clean
 
 # One stamp per set of extras, so that a change of pins reinstalls and nothing else does.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)  # one that broke off, too
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[$*]'
 	touch $@
 
 # Trains all-MiniLM-L6-v2 on SciFact with a bank of negatives and scores it on BEIR's test queries, before and after.
@@ -37,6 +38,10 @@ test-lowest: $(DEV) $(VENV)-lowest/.installed
 		tests/test_losses.py tests/test_encoders.py tests/test_loops.py tests/test_adapters.py \
 		tests/training/test_updates.py --deselect tests/test_adapters.py::test_what_is_not_installed_is_named
 
+# The newest versions that pyproject.toml allows, whatever is pinned.
+test-newest:
+	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null
+
 # Before an issue is called done: the long ones as well (fuzzing, twenty kills, SciFact at full size).
 test-all: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
@@ -50,5 +55,16 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What is published: sdist and wheel. Building needs none of the packages above, so it has an environment of its own.
+$(VENV)-dist/.installed: constraints.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) build twine
+	touch $@
+
+dist: $(VENV)-dist/.installed
+	rm -rf dist
+	$(VENV)-dist/bin/python -m build
+	$(VENV)-dist/bin/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(VENV)-lowest build *.egg-info runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-dist build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache

@@ -15,7 +15,7 @@ from contaccum.data import load_beir_folder, load_training_data
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("eval", "scripts") for path in (ROOT / folder).glob("*.py"))
+SCRIPTS = sorted(f"{x}/{path.name}" for x in ("eval", "examples", "scripts") for path in (ROOT / x).glob("*.py"))
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""The page on PyPI: README.md, whose links into the repository do not work there, with whole addresses."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+BLOB = "https://github.com/contaccum/contaccum/blob/main/"
+readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+setup(
+    long_description=re.sub(r"\]\((?!https?:|#)", f"]({BLOB}", readme),
+    long_description_content_type="text/markdown",
+)
