@@ -28,6 +28,7 @@ def draw(reports: list[Path], metric: str, entries: list[str]) -> Figure:
             axes.plot(values, [height] * len(values), "o", color=color, alpha=0.4, markersize=4)
             axes.plot([fmean(values)], [height], "|", color=color, markersize=14, markeredgewidth=2)
         axes.set_title(path.stem.removeprefix("study_"), fontsize=10)
+        axes.margins(x=0.1, y=0.1)
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(entries)), [entry.replace("_", " ") for entry in entries])
