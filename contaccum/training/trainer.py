@@ -289,7 +289,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = self.args
         name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
         self.model.model_card_data.set_model_id(name)
-        about = {"token": args.hub_token, "revision": args.hub_revision, "private": args.hub_private_repo}
+        about: Any = {"token": args.hub_token, "revision": args.hub_revision, "private": args.hub_private_repo}
         about |= {key: given[key] for key in about if given.get(key) is not None}
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder, _internal_call=True)
