@@ -72,13 +72,15 @@ def load_training_data(
     missing_negatives: MissingNegatives = "fill",
     negatives_to_come: bool = False,
     teacher_scores: bool = False,
+    corpus: AnyPath | None = None,
+    min_score: float | None = None,
 ) -> TrainingData:
     """Read training pairs with `num_hard_negatives` (h) hard negatives each; a second time, open what was read.
 
     Rows hold the texts of the epoch that was set with ``transform.set_epoch``, or of epoch 0.
 
     Args:
-        path, data_format, split, columns, on_bad_record: see `read_records`.
+        path, data_format, split, columns, on_bad_record, corpus, min_score: see `read_records`.
         num_hard_negatives, positives, negatives_from, missing_negatives: see `Selection`.
         negatives_to_come: a source without hard negatives is no mistake, as they will be mined while training.
         teacher_scores: rows hold those of their positive and negatives; a record without them is a bad record.
@@ -91,7 +93,7 @@ def load_training_data(
 
     h, report = num_hard_negatives, RecordReport(on_bad_record)
     selection = Selection(h, positives, negatives_from, missing_negatives)
-    source = Source(path, data_format, split, columns, needs_scores=teacher_scores)
+    source = Source(path, data_format, split, columns, needs_scores=teacher_scores, corpus=corpus, min_score=min_score)
     if source.data_format == "msmarco":
         source.num_negatives = (negatives_from or max(_TRIPLES, h)) if h else 0
     if positives is None:
@@ -133,6 +135,7 @@ def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
 
 
 SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
+SET_KEYS |= {"corpus": "corpus", "min_score": "min_score"}
 """What may be said of one set, and the arguments of `load_training_data` that it becomes."""
 
 

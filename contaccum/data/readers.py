@@ -1,4 +1,4 @@
-"""One call for every format: training records, passages of a corpus, questions with answers, one at a time.
+"""One call for every format: training records and passages of a corpus, one at a time.
 
 The format is told from the content, and the fields of a record by their usual names or by a mapping. How files are
 opened and bad records counted, is for `records`; which positives and negatives an epoch trains on, for `sampling`.
@@ -6,37 +6,38 @@ opened and bad records counted, is for `records`; which positives and negatives 
 
 from __future__ import annotations
 
-import ast
-import csv
 import json
-import os
 import re
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from contaccum.data import records
-from contaccum.data.beir import beir_file, read_judged_pairs
+from contaccum.data.beir import beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.msmarco import read_msmarco
-from contaccum.data.records import Fault, OnBadRecord, RecordReport, Rows, one_line, passage_text, quoted, take, text_of
+from contaccum.data.records import Fault, RecordReport, Rows, first_of, one_line, passage_text, quoted, take, text_of
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, Fingerprint, fingerprint
+from contaccum.files import AnyPath, fingerprint
 
-DataFormat = Literal["beir", "dpr", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
+DataFormat = Literal["beir", "dpr", "nemo", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 # A record of these is a query with all its judgements, each of which is a pair; nor have they names of fields.
 JUDGED: tuple[DataFormat, ...] = ("beir", "msmarco")
 
 FIELDS = {
-    "query": ("query", "anchor", "question"),
+    "query": ("query", "anchor", "question", "query_text", "messages", "sentence1"),
     "positive": (
         *("positive", "positives", "positive_passages", "positive_ctxs"),
         *("passage", "answer", "text", "document", "pos"),
+        *("pos_doc", "positive_document_ids", "positive_messages", "response", "sentence2"),
     ),
     "negatives": (
         *("negatives", "negative", "negative_passages", "hard_negatives", "hard_negative_ctxs", "neg"),
+        *("neg_doc", "negative_document_ids", "negative_messages", "rejected_response"),
         "negative_ctxs",  # DPR's, of other questions: what its own trainer falls back on
     ),
     "title": ("title",),
@@ -44,13 +45,20 @@ FIELDS = {
     "scores": ("scores",),
     "positive_scores": ("positive_scores", "positive_score", "pos_scores"),
     "negative_scores": ("negative_scores", "neg_scores"),
+    "score": ("score", "label"),  # of a pair, from `min_score` on a match
 }
-"""The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too."""
+"""The usual names of fields by role, the first that is there; `negative_1`, `negative_2` ... are known too.
+
+Among them those of FlagEmbedding, of NeMo Automodel (docs/guides/llm/retrieval-dataset.mdx), of Tevatron
+(src/tevatron/retriever/dataset.py), of ms-swift (docs/source_en/BestPractices/Embedding.md, `response` before that) and
+of sentence-transformers' scored pairs.
+"""
 
 _MEND = "contaccum mine --cross_encoder writes some"
 _FOLDERS: dict[str, DataFormat] = {"corpus.jsonl": "beir", "collection.tsv": "msmarco"}
 _FOLDERS |= {"state.json": "hub", "dataset_dict.json": "hub"}  # of `save_to_disk`
-_CACHED = 4  # to be raised when the readers or the cache change, so that older files are not taken for new
+_HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
+_CACHED = 5  # to be raised when the readers or the cache change, so that older files are not taken for new
 
 
 class Record(NamedTuple):
@@ -69,6 +77,8 @@ def read_records(
     columns: Mapping[str, str] | None = None,
     report: RecordReport | None = None,
     num_negatives: int | None = None,
+    corpus: AnyPath | None = None,
+    min_score: float | None = None,
 ) -> Iterator[Record]:
     """Yield the records of `path`, each a query with its positives and negatives in the order of the file.
 
@@ -79,12 +89,15 @@ def read_records(
         columns: {role: name}, for roles of `FIELDS`; those left out are found by their usual names.
         report: counts go here; None: a new report, which stops at the first bad record.
         num_negatives: the first so many of each query's triples in an MS MARCO folder; None: all.
+        corpus: what `read_passages` reads, where records name passages by id.
+        min_score: of pairs with a score (or label), those below are left out and counted; None: scores are not read.
 
     Raises:
         ConfigError: at once: an unknown format, or `columns` that cannot be used.
         DataError: at once where the format cannot be told; while reading, where source or record cannot be used.
     """
-    return Source(path, data_format, split, columns, num_negatives).records(report or RecordReport())
+    source = Source(path, data_format, split, columns, num_negatives, corpus=corpus, min_score=min_score)
+    return source.records(report or RecordReport())
 
 
 @dataclass
@@ -97,13 +110,16 @@ class Source:
     columns: Any = None
     num_negatives: int | None = None
     needs_scores: bool = False  # a record without a teacher's score of each passage cannot be used
+    corpus: Any = None
+    min_score: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("data_format", self.data_format, (None, *DATA_FORMATS))
         self.path, self.columns = Path(self.path), parse_columns(self.columns)
         self.data_format = self.data_format or sniff_format(self.path, self.columns)
-        if self.columns and self.data_format in JUDGED:
-            raise ConfigError(f"data_columns is set, but data_format={self.data_format} has no fields: {self.path}")
+        given = {"data_columns": self.columns, "corpus": self.corpus, "min_score": self.min_score is not None}
+        for name in (name for name, value in given.items() if value and self.data_format in JUDGED):
+            raise ConfigError(f"{name} is set, but data_format={self.data_format} has no fields: {self.path}")
         if self.needs_scores and self.data_format in JUDGED:
             raise ConfigError(f"{self.path}: {self.data_format} data have no teacher scores for distill ({_MEND})")
 
@@ -115,14 +131,21 @@ class Source:
         elif self.data_format == "msmarco" and self.path.is_dir():
             yield from starmap(Record, read_msmarco(self.path, self.split, self.num_negatives, report))
         elif self.data_format == "msmarco":
-            yield from take(self.path, records.read_lines(self.path), _text_triple, report)
+            yield from take(self.path, self.rows(), _text_triple, report)
         else:
-            yield from take(self.path, self._rows(), Fields(self.columns, self.needs_scores).read, report)
+            corpus = None if self.corpus is None else Corpus(self.corpus, report)
+            for record in take(self.path, self.rows(), Fields(self, corpus).read, report):
+                if record is None:
+                    report.leave_out(self.path, "score below min_score")
+                else:
+                    yield record
 
-    def _rows(self) -> Rows:
+    def rows(self) -> Rows:
+        """The rows of a file or data set as they are, whatever they are of."""
         if self.data_format in ("hub", "parquet"):
             return records.arrow_rows(self.path, self._dataset().with_format("arrow").iter(1000))
-        readers = {"dpr": records.read_json_array, "csv": records.csv_rows}
+        readers: dict[str, Any] = {"dpr": records.read_json_array, "csv": records.csv_rows}
+        readers |= {"nemo": partial(records.read_json_array, where="data.item"), "msmarco": records.read_lines}
         return readers.get(self.data_format, records.read_json_lines)(self.path)
 
     def _dataset(self) -> Any:
@@ -134,7 +157,7 @@ class Source:
             if self.data_format == "parquet":
                 records.open_data_file(source).close()
                 return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
-            if not self.path.is_dir():
+            if not any((self.path / name).exists() for name, found in _FOLDERS.items() if found == "hub"):
                 name, _, config = source.partition(":")
                 return datasets.load_dataset(name, config or None, split=self.split)
             found = datasets.load_from_disk(source)
@@ -154,7 +177,7 @@ class Source:
             files = [Path(file["filename"]) for file in self._dataset().cache_files]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
         settings = ("" if facts else str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
-        about = (*about, self.needs_scores)
+        about = (*about, self.needs_scores, self.min_score, self.corpus and corpus_source(self.corpus).key())
         return fingerprint(_CACHED, facts, settings, *about)
 
 
@@ -169,15 +192,17 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
             if any(path.glob(f"{name}*")):
                 return found
         raise DataError(one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
-    if not path.exists() and re.fullmatch(r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?", str(source)):
+    if not path.exists() and re.fullmatch(_HUB_NAME, str(source)):
         return "hub"
     head = records.first_bytes(path)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"["):
         return "dpr"
+    if re.match(rb'\{\s*"(corpus|data)"\s*:\s*[\[{]', head):
+        return "nemo"
     if head.startswith(b"{"):
-        return "tevatron" if b'"positive_passages"' in head else "pairs"
+        return "tevatron" if re.search(b'"positive_(passages|document_ids)"', head) else "pairs"
     line = head.split(b"\n")[0].decode("utf-8", "replace")
     if {*(columns or {}).values()}.union(*FIELDS.values()).intersection(records.split_header(line)[1]):
         return "csv"
@@ -208,22 +233,26 @@ class Fields:
     Were each record read by itself, one without "positive" would silently pass for one with "text".
     """
 
-    def __init__(self, columns: Mapping[str, str], needs_scores: bool = False) -> None:
+    def __init__(self, source: Source, corpus: Corpus | None) -> None:
+        columns, self._corpus = source.columns, corpus
         taken = set(columns.values())
         self._names = {role: [name for name in names if name not in taken] for role, names in FIELDS.items()}
         self._names |= {role: [name] for role, name in columns.items()}
         self._numbered = "negatives" not in columns
-        self._needs_scores = needs_scores
+        self._needs_scores, self._min_score = source.needs_scores, source.min_score
         self._chosen: tuple[str, str] | None = None
 
-    def read(self, record: Mapping[str, Any]) -> Record:
-        """The record of these fields; raises `Fault` for what is missing, empty or no text."""
+    def read(self, record: Mapping[str, Any]) -> Record | None:
+        """The record of these fields, None where its score is too low; raises `Fault` for what is missing, empty or no
+        text."""
         if self._chosen is None:
             self._chosen = self._choose("query", record), self._choose("positive", record)
         query_field, positive_field = self._chosen
-        query = text_of(record.get(query_field), query_field)
+        query = _text(record.get(query_field), query_field)
+        if not self._matches(record, query_field):
+            return None
         title = "".join(records.title_of(record, name) for name in self._names["title"])
-        positives = _passages(record.get(positive_field), positive_field, title)
+        positives = _passages(record.get(positive_field), positive_field, title, self._corpus)
         if not positives:
             raise Fault(f"empty {positive_field}")
         negatives = self._negatives(record)
@@ -239,14 +268,25 @@ class Fields:
         fields = quoted(", ".join(record), 200)
         raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
+    def _matches(self, record: Mapping[str, Any], query_field: str) -> bool:
+        score = first_of(record, self._names["score"])
+        if self._min_score is None:
+            if query_field in ("sentence1", "messages") and score is not None:  # whose low scores are no matches
+                raise Fault("a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}")
+            return True
+        try:
+            return float(score) >= self._min_score
+        except (TypeError, ValueError):
+            raise Fault("score is not a number", f"found {quoted(score)}") from None
+
     def _scores(self, record: Mapping[str, Any], *passages: list[tuple[str, Any]]) -> list[float] | None:
         """The teacher's scores of positives and then negatives; None unless each is a finite number."""
         found: list[Any] = []
         for role, listed in zip(("positive_scores", "negative_scores"), passages, strict=True):
-            given = _first(record, self._names[role])
+            given = first_of(record, self._names[role])
             scores = [score for _, score in listed] if given is None else given if isinstance(given, list) else [given]
             found += scores if len(scores) == len(listed) else [None]
-        whole = _first(record, self._names["scores"])
+        whole = first_of(record, self._names["scores"])
         found = whole if isinstance(whole, list) and len(whole) == sum(map(len, passages)) else found
         try:
             found = [float(score) for score in found]
@@ -258,26 +298,44 @@ class Fields:
         """All numbered ones or, where there are none, those of the first field that has any; null is none."""
         numbered = [name for name in record if self._numbered and re.fullmatch("negative_[1-9][0-9]*", name)]
         numbered = sorted(numbered, key=lambda name: (len(name), name))  # by number, not by place
-        found = [one for name in numbered if record[name] is not None for one in _passages(record[name], name)]
+        found = [one for name in numbered if record[name] is not None for one in self._listed(record, name)]
         for name in self._names["negatives"]:
             if not found and record.get(name) is not None:
-                found = _passages(record[name], name)
+                found = self._listed(record, name)
         return found
 
+    def _listed(self, record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+        return _passages(record[name], name, corpus=self._corpus)
 
-def _passages(value: Any, what: str, title: str = "") -> list[tuple[str, Any]]:
-    """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, or a list of these;
-    each with its "score", None where it has none."""
+
+def _passages(value: Any, what: str, title: str = "", corpus: Corpus | None = None) -> list[tuple[str, Any]]:
+    """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, messages, with a corpus
+    an id or an object {"id"}, or a list of these; each with its "score", None where it has none."""
     if isinstance(value, dict) and isinstance(value.get("text"), list):  # how Arrow keeps some lists
         value = value["text"]
     found = []
     for one in value if isinstance(value, list) else [value]:
-        if isinstance(one, dict):
-            text = passage_text(records.title_of(one), text_of(one.get("text"), f"{what} text"))
-            found.append((text, one.get("score")))
+        about = one if isinstance(one, dict) else {}
+        named = about.get("id") if about.get("text") is None else None
+        if named is None and (corpus or what.endswith("_ids")) and isinstance(one, (str, int)):
+            named = one
+        if named is not None and corpus is None:
+            raise Fault("ids where texts are expected", "name what has the texts: {path: ..., corpus: ...}")
+        if named is not None and corpus is not None:
+            text = corpus[named]
+        elif about:
+            text = passage_text(records.title_of(about), text_of(about.get("text"), f"{what} text"))
         else:
-            found.append((passage_text(title, text_of(one, what)), None))
+            text = passage_text(title, _text(one, what))
+        found.append((text, about.get("score")))
     return found
+
+
+def _text(value: Any, what: str) -> str:
+    """A text, or that of messages: their contents, with a space between, as ms-swift puts a system's and a user's."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return " ".join(text_of(message.get("content"), f"{what} content") for message in value)
+    return text_of(value, what)
 
 
 def _text_triple(line: str) -> Record:
@@ -307,70 +365,54 @@ class Passage(NamedTuple):
 def read_passages(path: AnyPath, report: RecordReport) -> Iterator[Passage]:
     """Every passage of a corpus, in its order; each record is counted in ``report``. An id may occur twice.
 
-    `path` is a BEIR folder, or a file, plain or gzip: jsonl (`_id` or `id`, `title`, `text`), a table with a header of
-    these (DPR's), or lines of `id<TAB>text` (MS MARCO's, no quoting). Raises `DataError`.
+    `path` is a BEIR folder, or a file, plain or gzip: jsonl (`_id`, `id` or `docid`, `title`, `text`), a table with a
+    header of these (DPR's), or lines of `id<TAB>text` (MS MARCO's, no quoting); or parquet or a Hugging Face dataset
+    with these columns. Raises `DataError`.
     """
-    path = beir_file(Path(path), "corpus.jsonl") if os.path.isdir(path) else Path(path)
+    source = corpus_source(path)
+    return take(source.path, source.rows(), _passage, report)
+
+
+def corpus_source(path: AnyPath) -> Source:
+    """What the rows of a corpus are read from; lines of `id<TAB>text` are of the format `msmarco`."""
+    path = Path(path)
+    if is_beir_folder(path):
+        path = beir_file(path, "corpus.jsonl")
+    if path.is_dir() or (not path.exists() and re.fullmatch(_HUB_NAME, str(path))):
+        return Source(path, "hub")
     start = records.first_bytes(path)
+    if start.startswith((b"PAR1", b"{")):
+        return Source(path, "parquet" if start.startswith(b"PAR1") else "pairs")
     header = records.split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
-    read = records.csv_rows if {*header} & {*_TEXTS} else records.read_lines
-    if start.startswith(b"{"):
-        read = records.read_json_lines
-    return take(path, read(path), _passage, report)
+    return Source(path, "csv" if {*header} & {*_TEXTS} else "msmarco")
+
+
+class Corpus:
+    """The passages of a corpus by id, in a temporary file of SQLite's, not in memory."""
+
+    def __init__(self, path: AnyPath, report: RecordReport) -> None:
+        self._path, self._table = path, sqlite3.connect("")  # in TMPDIR, and gone when it is closed
+        self._table.execute("CREATE TABLE passages (id TEXT PRIMARY KEY, passage TEXT)")
+        for one in read_passages(path, report):
+            try:
+                self._table.execute("INSERT INTO passages VALUES (?, ?)", (one.id, one.passage))
+            except sqlite3.Error as error:
+                what = f"{path}: passage {quoted(one.id)}: {error} (keep one of an id, and room in TMPDIR)"
+                raise DataError(one_line(what)) from error
+
+    def __getitem__(self, identifier: Any) -> str:
+        """The passage with an id; raises `Fault` where it is not there."""
+        found = self._table.execute("SELECT passage FROM passages WHERE id = ?", (str(identifier),)).fetchone()
+        if found is None:
+            raise Fault(f"unknown id in {Path(self._path).name}", quoted(identifier))
+        return str(found[0])
 
 
 def _passage(record: str | Mapping[str, Any]) -> Passage:
     if isinstance(record, str):
         record = dict(zip(("id", "text"), records.cells_of(record, 2), strict=True))
-    text = text_of(_first(record, _TEXTS), "text", may_be_blank=True)
-    passage = Passage(records.identifier_of(_first(record, _IDS), "id"), records.title_of(record), text)
+    text = text_of(first_of(record, _TEXTS), "text", may_be_blank=True)
+    passage = Passage(records.identifier_of(first_of(record, _IDS), "id"), records.title_of(record), text)
     if not passage.passage:
         raise Fault("empty passage", quoted(passage.id))
     return passage
-
-
-def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((record[name] for name in names if record.get(name) is not None), None)
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Questions with their answers. Ids are `question-N`, N being the place among those that are used, from 1."""
-
-    texts: dict[str, str]  # by id
-    answers: dict[str, list[str]]  # by id, one at least
-    fingerprint: str  # sha256, in hex, of texts and answers
-    report: RecordReport = field(repr=False, compare=False)
-
-
-def load_questions(path: AnyPath, on_bad_record: OnBadRecord = "stop") -> Questions:
-    """Read a file of questions with answers, plain or gzip.
-
-    DPR's `nq-test.qa.csv` and others (a question, a tab, a Python list of answers; no header), jsonl (as published with
-    NQ open). Of a JSON record, `question` (or `query`) is the question and
-    `answers` (or `answer`) a text or a list of texts. Raises `DataError`.
-    """
-    report = RecordReport(on_bad_record)
-    rows = records.read_json_lines(path) if records.first_bytes(path).startswith(b"{") else records.read_lines(path)
-    texts, answers, content = {}, {}, Fingerprint()
-    for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
-        texts[f"question-{number}"], answers[f"question-{number}"] = text, listed
-        content.add(text, *listed, "")
-    return Questions(texts, answers, content.hex(), report)
-
-
-def _question(row: str | dict[str, Any]) -> tuple[str, list[str]]:
-    if isinstance(row, str):
-        cells = next(csv.reader([row], delimiter="\t"), [])
-        if len(cells) != 2:
-            raise Fault("not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
-        try:
-            # Literals only: nothing of the file is run.
-            row = {"question": cells[0], "answers": ast.literal_eval(cells[1].strip())}
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise Fault("answers are not a list", f"found {quoted(cells[1])}") from None
-    text, answers = text_of(_first(row, ("question", "query")), "question"), _first(row, ("answers", "answer"))
-    listed = [answers] if isinstance(answers, str) else answers
-    if not isinstance(listed, (list, tuple)) or not listed:
-        raise Fault("no answers", f"found {quoted(answers)}")
-    return text, [text_of(answer, "answer") for answer in listed]

@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -142,6 +142,11 @@ def text_of(value: object, what: str, may_be_blank: bool = False) -> str:
     return value
 
 
+def first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """What the first of some fields holds that is there and not null, else None."""
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
 def title_of(record: Mapping[str, Any], name: str = "title") -> str:
     """The title of a record, "" where it has none; raises `Fault`."""
     return "" if record.get(name) is None else text_of(record[name], name, may_be_blank=True)
@@ -212,9 +217,9 @@ def _object(value: object) -> object:
     return value if isinstance(value, dict) else Fault("not a JSON object", f"found {quoted(value)}")
 
 
-def read_json_array(path: AnyPath) -> Rows:
-    """The objects of a file that is one JSON array, by their number, one in memory at a time. Raises `DataError` for
-    broken JSON: what comes after it cannot be told apart."""
+def read_json_array(path: AnyPath, where: str = "item") -> Rows:
+    """The objects of a file that is one JSON array, by their number, one in memory at a time; ``where`` is how ijson
+    calls them. Raises `DataError` for broken JSON: what comes after it cannot be told apart."""
     import ijson
 
     number = 0
@@ -222,7 +227,7 @@ def read_json_array(path: AnyPath) -> Rows:
         try:
             if file.peek(3).startswith(_BYTE_ORDER_MARK):
                 file.read(3)
-            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
+            for number, value in enumerate(ijson.items(file, where, use_float=True), start=1):
                 yield number, _object(value)
         except (ijson.JSONError, *_UNREADABLE) as error:
             fault = Fault("broken JSON, or the file breaks off")

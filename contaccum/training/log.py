@@ -83,6 +83,24 @@ def run_record(trainer: Any) -> dict[str, Any]:
     }
 
 
+def describe_in_card(card: Any, model: Any, args: Any, data: Mapping[str, Any], own_loss: bool) -> None:
+    """Title, base model and data sets by name, where the user's model card does not say them; and the method, unless
+    the loss is the user's own."""
+    base = getattr(getattr(model.transformers_model, "config", None), "_name_or_path", "")
+    if base and not card.base_model and not os.path.exists(base):  # a name on the hub, which may be out of reach
+        card.base_model = base
+    names = list(data.get("sets", ()))
+    card.train_datasets = card.train_datasets or [{"name": name} for name in names]
+    on = f" trained on {', '.join(names)}" if names else " trained by contaccum"
+    card.model_name = card.model_name or Path(card.base_model or type(model).__name__).name + on
+    if not own_loss:
+        what = [f"method `{args.method}`", f"{args.total_train_batch_size} pairs per update"]
+        bank = {name: getattr(args, name) for name in ("bank_size", "drift_compensation")} if args.keeps_bank else {}
+        what += [f"`{name}={value}`" for name, value in bank.items()]
+        card.task_name = f"retrieval. It was trained by contaccum: {', '.join(what)}"
+    card.ir_model = True
+
+
 def rows_of(dataset: Any) -> int | None:
     """The rows of a data set, or of several together; None for a stream."""
     parts = list(dataset.values()) if isinstance(dataset, dict) else [dataset]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
-from transformers.trainer_utils import TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, TrainOutput, rotate_checkpoints
 
 from contaccum.adapters import describe, has_adapter
 from contaccum.data.samplers import RESUMING
@@ -35,7 +36,7 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
 from contaccum.guide import Guide
 from contaccum.losses import ContAccumLoss
-from contaccum.training import checkpoint
+from contaccum.training import checkpoint, log
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
 from contaccum.training.log import rows_of
@@ -100,6 +101,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.samplings = samplings_of(train_dataset)
         columns = columns_by_set(train_dataset if train_dataset is not None else eval_dataset)
         take_roles(args, model, columns)
+        log.describe_in_card(model.model_card_data, model, args, data_record or {}, own_loss=loss is not None)
         loss = make_loss(model, args, guide) if loss is None else loss
         check_columns(args, loss, columns)
         settle_parameters(args, model, loss)
@@ -108,6 +110,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.parameters, self.trained_parameters = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
         self.data_record = dict(data_record or {})
+        args.hub_strategy = HubStrategy.END  # else transformers uploads output_dir at each checkpoint, run.json and all
         self.batch_sampler: Any = None
         self._checkpoint: str | None = None
         super().__init__(
@@ -279,6 +282,21 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             card = folder / "README.md"
             if card.is_file():
                 write_text(card, redact(card.read_text(encoding="utf-8")))
+
+    def push_to_hub(self, commit_message: str | None = "End of training", *_: Any, **given: Any) -> Any:
+        """The model with its card to ``args.hub_model_id``, and nothing else of ``output_dir``, whose files hold paths;
+        ``given``: token, revision, private. Returns the commit's address; always waits for it."""
+        args = self.args
+        name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
+        self.model.model_card_data.set_model_id(name)
+        about: Any = {"token": args.hub_token, "revision": args.hub_revision, "private": args.hub_private_repo}
+        about |= {key: given[key] for key in about if given.get(key) is not None}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder, _internal_call=True)
+            if not self.is_world_process_zero():
+                return None
+            about |= {"commit_message": commit_message, "local_model_path": folder, "exist_ok": True}
+            return self.model.push_to_hub(name, **about)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Private: the only place between writing a checkpoint and throwing older ones away.

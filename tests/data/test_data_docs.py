@@ -48,8 +48,9 @@ def test_example_of_a_folder_is_sniffed_and_read(tmp_path, data_format):
 
 
 def test_every_format_usual_name_and_key_of_a_set_is_documented():
-    rows = re.findall(r"^\| `(?:query|positive|negatives|title|(?:[a-z]+_)?scores)` \|(.*)\|$", DOCS, re.MULTILINE)
-    named = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
+    roles = "query|positive|negatives|title|score|(?:[a-z]+_)?scores"
+    rows = re.findall(rf"^\| `(?:{roles})` \|(.*)\|$", DOCS, re.MULTILINE)
+    named = {name for row in rows for name in re.findall("`([a-z_0-9]+)`", row)}
     assert set().union(*FIELDS.values()) <= named
     assert all(f"**`{name}`" in DOCS or f", `{name}`**" in DOCS for name in DATA_FORMATS)
     (section,) = re.findall(r"^## Several sets\n(.*?)^## ", DOCS, re.MULTILINE | re.DOTALL)

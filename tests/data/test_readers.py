@@ -8,6 +8,7 @@ import pytest
 from data_files import RECORDS, WRITERS, dpr_records, lines, peak_of_reading, put, put_parquet, put_saved, read, rows
 
 from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
+from contaccum.data.dataset import parse_training_sets
 from contaccum.data.readers import FIELDS
 from contaccum.errors import ConfigError, DataError
 
@@ -44,9 +45,9 @@ def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path, name, mark,
 
 
 def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path):
-    for query, positive in product(FIELDS["query"], FIELDS["positive"]):
+    for query, positive in product(FIELDS["query"], {*FIELDS["positive"]} - {"positive_document_ids"}):
         record = {"id": 7, query: "q", "title": "T", positive: "p", "score": 0.5}
-        assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["T p"], [])]
+        assert read(put(tmp_path / "a.jsonl", lines([record])), min_score=0.5)[0] == [Record("q", ["T p"], [])]
 
 
 NEGATIVES: list[tuple[dict[str, Any], list[str]]] = [
@@ -151,3 +152,71 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
     monkeypatch.setattr("datasets.load_dataset", refuse)
     with pytest.raises(DataError, match=rf"^{source}: no such file or folder, .* it cannot be loaded: .*\['a', 'b'\]"):
         read(source)
+
+
+# What other trainers read
+
+CORPUS = [{"docid": "d1", "title": "T", "text": "p"}, {"docid": "d2", "text": "n"}, {"docid": 3, "text": "m"}]
+TEVATRON = {"query_id": "7", "query_text": "q", "positive_document_ids": ["d1"], "negative_document_ids": ["d2", "3"]}
+NEMO = {
+    "question_id": "7",
+    "question": "q",
+    "corpus_id": "c",
+    "pos_doc": [{"id": "d1"}],
+    "neg_doc": [{"id": "d2"}, "3"],
+}
+
+
+@pytest.mark.parametrize("packing", ["jsonl", "parquet", "saved"])
+@pytest.mark.parametrize("name", ["tevatron", "nemo"])
+def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
+    text = lines([TEVATRON]) if name == "tevatron" else json.dumps({"corpus": [{"path": "c"}], "data": [NEMO]})
+    path = put(tmp_path / "train.json", text)
+    corpus = [{"docid": str(one["docid"]), "title": one.get("title"), "text": one["text"]} for one in CORPUS]
+    write = {"jsonl": lambda to: put(to, lines(CORPUS)), "parquet": lambda to: put_parquet(to, corpus)}
+    source = write.get(packing, lambda to: put_saved(to, corpus))(tmp_path / "corpus")
+    assert sniff_format(path) == name
+    assert read(path, corpus=source)[0] == [Record("q", ["T p"], ["n", "m"])]
+    with pytest.raises(DataError, match=r":1: ids where texts are expected: .*corpus"):
+        read(path)
+    with pytest.raises(DataError, match=r"unknown id in other: 'd1'"):
+        read(path, corpus=put(tmp_path / "other", lines(CORPUS[1:])))
+    with pytest.raises(DataError, match=r"passage 'd1': UNIQUE .*keep one"):
+        read(path, corpus=put(tmp_path / "twice", lines(CORPUS + CORPUS)))
+    (parsed,) = parse_training_sets([{"path": str(path), "corpus": str(source)}]).values()
+    assert load_training_data(**parsed, num_hard_negatives=2).dataset[0]["positive"] == "T p"
+
+
+def said(text: str, system: str = "s") -> list[dict[str, str]]:
+    """ms-swift puts what the system says before what the user says."""
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"query": "q", "pos_doc": "p", "neg_doc": ["m", "n"]},
+    {"question": "q", "pos_doc": [{"text": "p"}], "neg_doc": [{"text": "m"}, "n"]},
+    {"messages": said("q"), "positive_messages": [said("p")], "negative_messages": [said("m"), said("n")]},
+    {"query": "q", "response": "p", "rejected_response": ["m", "n"]},
+]
+
+
+@pytest.mark.parametrize("record", OTHERS)
+def test_records_of_other_trainers_are_read(tmp_path, record):
+    (found,) = read(put(tmp_path / "a.jsonl", lines([record])))[0]
+    system = "s " * ("messages" in record)
+    assert found == Record(f"{system}q", [f"{system}p"], [f"{system}m", f"{system}n"])
+
+
+@pytest.mark.parametrize("label", ["score", "label"])
+def test_pairs_with_a_low_score_are_left_out_and_counted(tmp_path, label):
+    pairs = [{"sentence1": f"q{score}", "sentence2": "p", label: score} for score in (0, 0.5, 1)]
+    path = put(tmp_path / "a.jsonl", lines(pairs))
+    with pytest.raises(DataError, match=r":1: a pair with a score: .*min_score"):
+        read(path)
+    found, report = read(path, min_score=0.5)
+    assert [record.query for record in found] == ["q0.5", "q1"]
+    assert report.by_reason == {"score below min_score": 1} and report.seen == 3
+    with pytest.raises(DataError, match="score is not a number: found None"):
+        read(put(tmp_path / "b.jsonl", lines(OTHERS[:1])), min_score=1)
+    with pytest.raises(ConfigError, match="min_score is set, but data_format=beir"):
+        read(WRITERS["beir"](tmp_path), min_score=1)
