@@ -19,6 +19,8 @@ from contaccum.cli.options import MODEL, Parser, load_model, positive
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model or the folder."""
+    from contaccum.retrieval.store import STORED, StoreWriter, check_bits, check_folder
+
     what = "Encode a corpus of any size into a memory-mapped store of embeddings."
     parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
     add = parser.add_argument
@@ -26,7 +28,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
     add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
     add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
-    add("--dtype", choices=("float32", "float16"), default="float32", help="of the store")
+    add("--dtype", choices=STORED, default="float32", help="of the store")
     add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
     add("--overwrite", action="store_true", help="start anew where another store lies")
     args = parser.parse(argv)
@@ -35,7 +37,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     from contaccum.data import RecordReport
     from contaccum.files import redact
     from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
-    from contaccum.retrieval.store import StoreWriter, check_folder
 
     # What cannot be read or written is refused before a model is loaded.
     next(read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record)), None)
@@ -43,6 +44,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     state = _processes(args)
     rank, ranks = (state.process_index, state.num_processes) if state else (0, 1)
     model = load_model(args.model, args)
+    check_bits(args.dtype, model.get_embedding_dimension())
     identity = encoding_identity(model, args.kind, args.precision, args.dtype, args.shard_size)
     notes = {"model_name": redact(args.model), "corpus": {"path": redact(str(args.corpus))}}
     with state.main_process_first() if state else nullcontext():

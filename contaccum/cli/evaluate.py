@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import SEARCH, Parser, load_model, search_settings
+from contaccum.cli.options import SEARCH, Parser, load_model, positive, search_settings
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable, write_json, write_text
 
@@ -20,16 +20,53 @@ def run(argv: Sequence[str] | None = None) -> int:
     table as out.json. The tables to read are out.md, and comparisons out.compare.json. Raises `UserError` for every
     mistake in the arguments, the data or the model.
     """
+    from contaccum.retrieval.store import STORED
+
     parser = Parser("evaluate", "Score a model on BEIR data with FAISS.", *SEARCH)
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="SET", help="BEIR folders, names of public sets, or beir for all")
     add("--split", help="default: test, and dev for msmarco")
     add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
     add("--compare", nargs="+", type=Path, default=[], metavar="EARLIER.json", help="by the first of --metrics")
+    add("--dims", nargs="+", type=positive, metavar="D", help="score the first so many numbers of embeddings too")
+    add("--quantize", nargs="+", choices=STORED, metavar="TYPE", help=f"score these types too: {', '.join(STORED)}")
+    add("--rescore", type=positive, default=4, metavar="N", help="of binary, find N times the results, and score these")
     args = parse_scoring(parser, argv, Path("results.json"), [1, 3, 5, 10, 20, 100, 1000])
+    from contaccum.evaluation import metrics, tables
+
+    if args.run is not None and (args.dims or args.quantize):
+        raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
+    shown = metrics.check_metrics(args.metrics, args.k_values)
+    sets, previous, records = _score_sets(args, shown)
+
+    scores = {
+        one.label: {query: values[shown[0]] for query, values in record.pop("per_query").items()}
+        for one, record in zip(sets, records, strict=True)
+    }
+
+    rows = tables.table_rows(sets, records)
+    comparisons = [tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()]
+    parts = [tables.sets_table(rows, shown)]
+    labelled = zip(sets, records, strict=True)
+    parts += [tables.served_table(one.label, record["served"]) for one, record in labelled if record.get("served")]
+    parts += map(tables.comparison_table, comparisons)
+    text = "\n\n".join(parts)
+    if len(sets) > 1:
+        about = {key: records[0][key] for key in ("model", "tokenisation", "precision", "versions", "git_commit")}
+        about |= {"search": {"index": args.index, "k": max(args.k_values)}, "shown": shown, "sets": rows}
+        write_json(args.output, {**about, "mean": tables.mean_metrics(rows)})
+    if comparisons:
+        write_json(args.output.with_suffix(".compare.json"), comparisons)
+    write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
+    print(text)
+    print(f"written: {args.output}, with runs and tables beside it")
+    return 0
+
+
+def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
+    """The sets of --data, what earlier results have of them, and their records, which are written."""
     from contaccum.evaluation import beir, metrics, results, tables
 
-    shown = metrics.check_metrics(args.metrics, args.k_values)
     sets = beir.evaluation_sets(args.data, args.output)
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
@@ -44,12 +81,16 @@ def run(argv: Sequence[str] | None = None) -> int:
         model, settings = load_model(args.model, args), search_settings(args)
         plans = [beir.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
         settings |= {"model_name": args.model, "show_progress": not args.no_progress}
+        if args.dims or args.quantize:
+            types = args.quantize or ["float32"]
+            served = beir.plan_served(model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0])
+            settings, plans = settings | {"served": served}, [{**plan, "served": served} for plan in plans]
         score = partial(beir.evaluate_beir, model, k_values=args.k_values, **settings)
     else:
         plans, found = [{}], results.read_trec_run(args.run, args.on_bad_record)
         score = partial(beir.score_beir_run, run=found, k_values=args.k_values, name=str(args.run))
 
-    records, scores = [], {}
+    records = []
     for one, about, plan in zip(sets, data, plans, strict=True):
         # A single set was asked for now; of several, those that are done need not be done again.
         record = results.read_result(one.output) if only is None and one.output.exists() else {}
@@ -60,23 +101,8 @@ def run(argv: Sequence[str] | None = None) -> int:
             result = score(only or beir.load_data(one.given, args.split, args.on_bad_record))
             results.write_result(result, one.output)
             record = result.record()
-        scores[one.label] = {query: values[shown[0]] for query, values in record.pop("per_query").items()}
         records.append(record)
-
-    rows = tables.table_rows(sets, records)
-    comparisons = [tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()]
-    parts = [tables.sets_table(rows, shown), *map(tables.comparison_table, comparisons)]
-    text = "\n\n".join(parts)
-    if len(sets) > 1:
-        about = {key: records[0][key] for key in ("model", "tokenisation", "precision", "versions", "git_commit")}
-        about |= {"search": {"index": args.index, "k": max(args.k_values)}, "shown": shown, "sets": rows}
-        write_json(args.output, {**about, "mean": tables.mean_metrics(rows)})
-    if comparisons:
-        write_json(args.output.with_suffix(".compare.json"), comparisons)
-    write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
-    print(text)
-    print(f"written: {args.output}, with runs and tables beside it")
-    return 0
+    return sets, previous, records
 
 
 def parse_scoring(parser: Parser, argv: Sequence[str] | None, output: Path, k_values: list[int]) -> argparse.Namespace:

@@ -34,7 +34,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         data["passages_fingerprint"] = fingerprint(*chain.from_iterable(passages.values()))
         corpus = {name: {"title": passage.title, "text": passage.text} for name, passage in passages.items()}
         settings = {**search_settings(args), "show_progress": not args.no_progress, "model_name": args.model}
-        found, about = beir.search(load_model(args.model, args), corpus, questions.texts, deepest, **settings)
+        found, about, _ = beir.search(load_model(args.model, args), corpus, questions.texts, deepest, **settings)
     else:
         found = results.read_trec_run(args.run, args.on_bad_record)
         found = {name: dict(metrics.trec_order(hits)[:deepest]) for name, hits in found.items()}

@@ -7,32 +7,43 @@ sparse and late-interaction models are out of scope, and tables are made in `tab
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split
 from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.errors import ConfigError, DataError
-from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, score_run, trec_order
+from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, paired_bootstrap, score_run, trec_order
 from contaccum.evaluation.results import EvaluationResult, Run
 
 
 def evaluate_beir(
-    model: Any, dataset: BeirDataset, k_values: Sequence[int] = DEFAULT_K_VALUES, **settings: Any
+    model: Any,
+    dataset: BeirDataset,
+    k_values: Sequence[int] = DEFAULT_K_VALUES,
+    served: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> EvaluationResult:
     """Encode a corpus and its queries, search, and score.
 
     Args:
         model: a SentenceTransformer.
         k_values: cut-offs of the metrics; as many documents as the greatest are retrieved.
+        served: see :func:`plan_served`; the embeddings are then scored in these forms too.
         settings: those of :func:`search` and :func:`plan_search`.
 
     Raises:
         ConfigError: settings that are out of range or do not fit the model or the data; before anything is encoded.
     """
     k_values = check_k_values(k_values)
-    run, about = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
+    run, about, (asked, documents) = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
+    if served:
+        rows = score_served(dataset, asked, documents, about["model"]["similarity"], **served)
+        about["served"] = {**served, "rows": rows}
     metrics, per_query = score_run(dataset.qrels, run, k_values)
     return EvaluationResult(metrics, per_query, run, about_data(dataset), **about)
 
@@ -87,8 +98,9 @@ def search(
     model_name: str | None = None,
     similarity: Literal["cos", "dot"] | None = None,
     **settings: Any,
-) -> tuple[Run, dict[str, Any]]:
-    """The k best documents of every query, and what a result says of model, tokenisation, search, timing and precision.
+) -> tuple[Run, dict[str, Any], Any]:
+    """The k best documents of every query; what a result says of model, tokenisation, search, timing and precision; and
+    the embeddings of queries and documents.
 
     Args:
         corpus: {document id: {"title", "text"}}.
@@ -102,7 +114,7 @@ def search(
     run = searcher.search(corpus, queries, k, similarity)
     about["model"]["name"] = model_name
     about["search"] |= searcher.found
-    return run, {**about, "timing": searcher.timing}
+    return run, {**about, "timing": searcher.timing}, searcher.embeddings
 
 
 def plan_search(
@@ -140,6 +152,78 @@ def plan_search(
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
         "precision": precision,
     }
+
+
+def plan_served(
+    dimension: int, dims: Sequence[int] | None, types: Sequence[str], rescore: int, metric: str
+) -> dict[str, Any]:
+    """The ``served`` of :func:`evaluate_beir`: sizes times types, float32 of all dimensions first.
+
+    Args:
+        dims: the first so many numbers of an embedding, as a model trained with `matryoshka_dims` has them; None: all.
+        types: of "float32", "float16", "int8" and "binary".
+        rescore: of binary so many times the results are found by Hamming distance, and scored by float32 queries.
+        metric: such as "NDCG@10".
+
+    Raises:
+        ConfigError: sizes that the embeddings have not, or that are no whole bytes of bits.
+    """
+    from contaccum.retrieval.store import check_bits
+
+    sizes = list(dict.fromkeys(dims or [dimension]))
+    if not all(1 <= size <= dimension for size in sizes):
+        raise ConfigError(f"--dims {' '.join(map(str, sizes))}: the model's embeddings have {dimension} dimensions")
+    for size in sizes:
+        for name in types:
+            check_bits(name, size)
+    forms = dict.fromkeys([(dimension, "float32"), *((size, name) for name in types for size in sizes)])
+    return {"forms": [list(form) for form in forms], "rescore": rescore, "metric": metric}
+
+
+def score_served(
+    dataset: BeirDataset,
+    queries: np.ndarray,
+    documents: np.ndarray,
+    similarity: Literal["cos", "dot"],
+    forms: Sequence[Sequence[Any]],
+    rescore: int,
+    metric: str,
+) -> list[dict[str, Any]]:
+    """A row for each form (dimensions, type) of a corpus's embeddings: score, bytes and speed, beside the first form.
+
+    Queries are float32 always. Speed is the best of three searches of all queries at once.
+    """
+    from sentence_transformers.util.quantization import semantic_search_faiss
+
+    from contaccum.retrieval.index import build_index, prepared, search
+    from contaccum.retrieval.store import Codes
+
+    names, cut = list(dataset.corpus), int(metric.partition("@")[2])
+    rows: list[dict[str, Any]] = []
+    first: list[float] = []
+    k = min(cut + 1, len(names))  # one more: the query's own document may be there
+    for size, kind in forms:
+        asked = prepared(queries[:, :size], similarity, "query embedding")
+        codes = Codes.of(prepared(documents[:, :size], similarity, "document embedding"), kind)
+        fastest = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            if kind == "binary":
+                how: Any = {"corpus_precision": "ubinary", "rescore_multiplier": min(rescore, len(names) // k)}
+                lines, *_ = semantic_search_faiss(asked, codes.values, top_k=k, **how)
+                found: Any = [[(hit["corpus_id"], hit["score"]) for hit in line] for line in lines]
+            else:
+                scores, places = search(build_index(codes, metric="dot"), asked, k)
+                found = [zip(*line, strict=True) for line in zip(places.tolist(), scores.tolist(), strict=True)]
+            fastest = min(fastest, time.perf_counter() - started)
+        run = {q: {names[row]: hit for row, hit in hits} for q, hits in zip(dataset.queries, found, strict=True)}
+        means, per_query = score_run(dataset.qrels, run, [cut])
+        values = [one[metric] for one in per_query.values()]
+        first = first or values
+        row = {"dimensions": size, "type": kind, metric: means[metric], **paired_bootstrap(values, first)}
+        row |= {"bytes_per_document": codes.values.nbytes // len(codes), "queries_per_second": len(run) / fastest}
+        rows.append(row)
+    return rows
 
 
 class EvaluationSet(NamedTuple):

@@ -38,6 +38,7 @@ class EvaluationResult:
         model: name, fingerprint, similarity, dimension.
         tokenisation: sha256 of how texts become vectors beside the weights; None where nobody knows.
         search: index, index_parameters, k, gpus; of an approximate index also its recall against exact search.
+        served: the forms that embeddings were scored in too, and a row for each; see `beir.score_served`.
         timing: seconds of encoding, indexing, searching and measuring recall.
         precision: "float32", the type that the encoder ran in under autocast, or "unknown" of a run.
     """
@@ -49,6 +50,7 @@ class EvaluationResult:
     model: dict[str, Any]
     search: dict[str, Any]
     tokenisation: str | None = None
+    served: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))

@@ -59,6 +59,21 @@ def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     return markdown_table(["data", "split", "queries", *names], cells)
 
 
+def served_table(label: str, served: Mapping[str, Any]) -> str:
+    """What the terminal and the page show of a record's ``served``; the first row is what the others differ from."""
+    header = ["dimensions", "type", served["metric"], "difference", "95% interval", "bytes a document", "queries/s"]
+    cells: list[list[Any]] = []
+    for row in served["rows"]:
+        speed = f"{row['queries_per_second']:,.0f}"
+        change = [f"{row['difference']:+.4f}", _interval(row)] if cells else [None, None]
+        cells.append([row["dimensions"], row["type"], row[served["metric"]], *change, row["bytes_per_document"], speed])
+    return f"## {label}: as served (binary rescored {served['rescore']}x)\n\n{markdown_table(header, cells)}"
+
+
+def _interval(row: Mapping[str, float]) -> str:
+    return f"{row['low']:+.4f} to {row['high']:+.4f}"
+
+
 def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Every metric's mean over rows, each of which counts alike."""
     return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
@@ -129,10 +144,11 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
     header = ["data", "ours", "earlier", "difference", "95% interval", "p", "p (Holm)", "wins", "ties", "losses"]
     cells, notes = [], []
     for row in comparison["rows"]:
-        interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
         p = ["<0.001" if row[key] < 0.001 else f"{row[key]:.3f}" for key in ("p_value", "p_holm")]
         counts = [row[key] for key in header[-3:]]
-        cells.append([row["data"], row["ours"], row["earlier"], f"{row['difference']:+.4f}", interval, *p, *counts])
+        cells.append(
+            [row["data"], row["ours"], row["earlier"], f"{row['difference']:+.4f}", _interval(row), *p, *counts]
+        )
         for key in ("greatest_gains", "greatest_losses"):
             changes = ", ".join(f"{change['query']} {change['difference']:+.4f}" for change in row[key])
             notes += [f"- {row['data']}, {key.replace('_', ' ')}: {changes}"] if changes else []

@@ -21,7 +21,7 @@ import numpy as np
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
 from contaccum.retrieval.encode import Metric
-from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.store import Codes, EmbeddingStore
 
 # Rows of float32 searched at a time: enough for products to run at full speed, little beside a corpus.
 SLICE_BYTES = 2**28
@@ -44,7 +44,7 @@ class DenseIndex:
     `faiss_index` is None where the embeddings themselves are searched, exactly ("Flat"), by `gpus` GPUs or the CPU.
     """
 
-    corpus: np.ndarray | EmbeddingStore
+    corpus: np.ndarray | EmbeddingStore | Codes
     ids: Callable[[np.ndarray], Any]
     factory: str
     metric: Metric
@@ -54,7 +54,7 @@ class DenseIndex:
 
 
 def build_index(
-    embeddings: np.ndarray | EmbeddingStore,
+    embeddings: np.ndarray | EmbeddingStore | Codes,
     factory: str = "Flat",
     metric: Metric = "cos",
     ids: Sequence[str] | None = None,
@@ -63,7 +63,8 @@ def build_index(
     """Index N embeddings of d dimensions.
 
     Args:
-        embeddings: an array (N, d), or a store. "Flat" copies nothing: leave an array as it is while the index is used.
+        embeddings: an array (N, d), a store, or codes. "Flat" copies nothing: leave an array as it is while the
+            index is used.
         factory: "Flat" is exact, on all GPUs that FAISS sees, if it sees any; "HNSW32", "IVF1024,Flat", "SQ8",
             "OPQ16_64,IVF256,PQ16" trade that for speed or room, on the CPU.
         metric: "cos" (copies are normalised, the caller's array is left alone) or "dot".

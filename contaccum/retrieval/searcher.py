@@ -30,6 +30,7 @@ class FaissSearcher:
 
     Attributes:
         timing: of the last search, seconds per stage.
+        embeddings: of the last search, of queries and of documents, as the model gives them.
         found: of the last search, `gpus`, and of an approximate index `recall` (see `recall_against_exact`).
     """
 
@@ -46,6 +47,7 @@ class FaissSearcher:
         self.encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress_bar}
         self.timing: dict[str, float] = {}
         self.found: dict[str, Any] = {}
+        self.embeddings: tuple[np.ndarray, np.ndarray] | None = None
 
     def search(
         self,
@@ -71,6 +73,7 @@ class FaissSearcher:
         passages = [passage_text(document.get("title") or "", document["text"]) for document in corpus.values()]
         asked = self._timed("encode_queries", encode_texts, self.model, [*queries.values()], "query", **self.encoding)
         documents = self._timed("encode_corpus", encode_texts, self.model, passages, "document", **self.encoding)
+        self.embeddings = asked, documents
         settings = (self.index, metric, list(corpus), self.index_parameters)
         index = self._timed("index", build_index, documents, *settings)
         scores, rows = self._timed("search", search, index, asked, top_k + 1)

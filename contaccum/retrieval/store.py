@@ -2,7 +2,8 @@
 
     store.json            what the embeddings are of, and whether they are all there ("finished")
     shard-00000/          the first rows of the corpus, in its order; shard-00001 those that follow
-        embeddings.npy    (n, d), float16 or float32
+        embeddings.npy    (n, d), float32, float16 or int8; (n, d / 8) of bits
+        ranges.npy        of int8: the least and greatest of each dimension in this shard, (2, d)
         ids.arrow         their ids: Arrow IPC, one column `id` of strings
         shard.json        rows, dimension, bytes of the two files, fingerprint of the corpus up to the shard's last row
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -23,14 +25,61 @@ from typing import Any
 import numpy as np
 
 from contaccum import files
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 
 ABOUT = "store.json"
 
-_SHARD, _EMBEDDINGS, _IDS = "shard.json", "embeddings.npy", "ids.arrow"
+STORED = ("float32", "float16", "int8", "binary")
+"""Types that embeddings are stored in: 4, 2 and 1 bytes a dimension, and a bit."""
+
+_SHARD, _EMBEDDINGS, _RANGES, _IDS = "shard.json", "embeddings.npy", "ranges.npy", "ids.arrow"
 _HEAD = {"format": "contaccum embedding store", "version": 2}
 _MAPPED_SHARDS = 64  # at most, those used last: maps stay open, and a process may open 1,024 files
 _MEND = "name another --output, or start anew with --overwrite"
+
+
+@dataclass
+class Codes:
+    """n embeddings of d dimensions in a type of :data:`STORED`; rows that are asked for come as float32 (n, d).
+
+    int8 counts 256 steps from the least to the greatest of each dimension, `ranges` (2, d), and stands for the middle
+    of a step; a bit stands for its sign.
+    """
+
+    values: np.ndarray
+    dtype: str
+    shape: tuple[int, int]
+    ranges: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, embeddings: np.ndarray, dtype: str) -> Codes:
+        """Embeddings (n, d) in that type, quantized by sentence-transformers; `ConfigError`: see :func:`check_bits`."""
+        if dtype in ("float32", "float16"):
+            return cls(np.ascontiguousarray(embeddings, dtype=dtype), dtype, embeddings.shape)
+        from sentence_transformers.util import quantize_embeddings
+
+        check_bits(dtype, embeddings.shape[1])
+        ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]) if dtype == "int8" else None
+        values: Any = quantize_embeddings(embeddings, "int8" if dtype == "int8" else "ubinary", ranges)
+        return cls(values, dtype, embeddings.shape, ranges)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        values = self.values[rows]
+        if self.dtype == "binary":
+            return 2 * np.unpackbits(values, axis=-1).astype(np.float32) - 1
+        if self.ranges is None:
+            return values.astype(np.float32, copy=False)
+        low, high = self.ranges
+        return low + (values.astype(np.float32) + 128.5) * ((high - low) / 255)
+
+
+def check_bits(dtype: str, dimension: int) -> None:
+    """Raise `ConfigError` for binary embeddings of dimensions that fill no whole bytes."""
+    if dtype == "binary" and dimension % 8:
+        raise ConfigError(f"binary embeddings of {dimension} dimensions: eight fill a byte, so take a multiple of 8")
 
 
 class EmbeddingStore:
@@ -40,14 +89,14 @@ class EmbeddingStore:
 
     Attributes:
         about: the content of store.json.
-        shape, dtype: (N, d), and the type of the embeddings as they lie on disk.
+        shape, dtype: (N, d), and the type of the embeddings as they lie on disk, of :data:`STORED`.
         similarity: "cos" or "dot", what the model's embeddings are compared by.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.folder, self.about = folder, about
         self.similarity: Any = about.get("similarity")
-        self.shape, self.dtype = (about["rows"], about["dimension"]), np.dtype(about["dtype"])
+        self.shape, self.dtype = (about["rows"], about["dimension"]), about["dtype"]
         self._shard_size: int = about["shard_size"]
         self._mapped = lru_cache(_MAPPED_SHARDS)(self._map)
 
@@ -104,23 +153,25 @@ class EmbeddingStore:
             places = np.flatnonzero(numbers == number)
             yield places, number, wanted[places] - number * self._shard_size
 
-    def _map(self, number: int) -> tuple[Any, np.ndarray]:
+    def _map(self, number: int) -> tuple[Any, Codes]:
         """Ids and embeddings of a shard."""
         import pyarrow as pa
 
         folder, count = _shard_folder(self.folder, number), min(self._shard_size, len(self) - number * self._shard_size)
         try:
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
+            ranges = np.load(folder / _RANGES, allow_pickle=False) if self.dtype == "int8" else None
             with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
                 ids = reader.read_all()["id"].combine_chunks()
             ids.validate(full=True)  # offsets of a broken file would be followed anywhere
-            found, wanted = (embeddings.shape, embeddings.dtype, len(ids)), ((count, self.shape[1]), self.dtype, count)
+            width, kind = (self.shape[1] // 8, "uint8") if self.dtype == "binary" else (self.shape[1], self.dtype)
+            found, wanted = (embeddings.shape, str(embeddings.dtype), len(ids)), ((count, width), kind, count)
             if found != wanted:
                 raise ValueError(f"it holds {found}, not {wanted}")
         except (OSError, ValueError, KeyError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{folder}: the shard is broken: {what} (remove it, and encode again)") from error
-        return ids, embeddings
+        return ids, Codes(embeddings, self.dtype, (count, self.shape[1]), ranges)
 
 
 class StoreWriter:
@@ -193,10 +244,12 @@ class StoreWriter:
             rows += len(block)
             if shard is None and number % ranks == rank:
                 embeddings = encode([f"{title} {text}".strip() for _, title, text in block])
-                stored = np.ascontiguousarray(embeddings, dtype=self.about["dtype"])
+                stored = Codes.of(embeddings, self.about["dtype"])
                 ids = pa.record_batch([pa.array([passage[0] for passage in block], pa.string())], names=["id"])
                 with files.atomic_folder(_shard_folder(self.folder, number)) as part:
-                    np.save(part / _EMBEDDINGS, stored, allow_pickle=False)
+                    np.save(part / _EMBEDDINGS, stored.values, allow_pickle=False)
+                    if stored.ranges is not None:
+                        np.save(part / _RANGES, stored.ranges, allow_pickle=False)
                     with pa.ipc.new_file(str(part / _IDS), ids.schema) as writer:
                         writer.write_batch(ids)
                     sizes = {path.name: path.stat().st_size for path in part.iterdir()}

@@ -98,6 +98,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         metadata={"help": "Whose similarities the loss is made of.", "choices": tuple(DIRECTIONS)},
     )
     partition_mode: str = option("joint", "joint: one softmax over the directions.", PARTITION_MODES)
+    matryoshka_dims: list[int] | None = option(None, "Train the first so many numbers of embeddings too: 384 128 64.")  # noqa: RUF009
     learn_temperature: bool = option(False, "Train it too, from temperature on; 0.01 at the least.")
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
@@ -157,6 +158,8 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
 
     def _refuse(self) -> None:
         method, auto = self.method, self.finds_micro_batch
+        dims = self.matryoshka_dims
+        refuse({f"matryoshka_dims={dims}: name sizes of at least 1": dims is not None and min(dims, default=0) < 1})
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})

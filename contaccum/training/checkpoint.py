@@ -30,7 +30,7 @@ _OLD_MARKER = "manifest.json"  # of version 0.1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 SAME = ("method", "optim", "seed", "data_seed", "batch_sampler", "multi_dataset_batch_sampler", *LOSS_SETTINGS)
-SAME += ("metric_for_best_model", "refresh_negatives_every", "refresh_pool")
+SAME += ("matryoshka_dims", "metric_for_best_model", "refresh_negatives_every", "refresh_pool")
 """Arguments that a run which goes on must have as before: what bank and optimizer were made with, and what the position
 in the data is counted in."""
 

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
-from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+from sentence_transformers.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
@@ -24,19 +28,30 @@ Columns = dict[str | None, list[str]]
 
 def make_loss(
     model: SentenceTransformer, args: ContAccumTrainingArguments, guide: SentenceTransformer | None = None
-) -> ContAccumLoss:
+) -> ContAccumLoss | MatryoshkaLoss:
     """The loss that ``args.method`` names. A baseline's is the same without a bank, and so it has every other setting.
 
-    It is then MultipleNegativesRankingLoss, or the cached one, to the last digits, but for masks and centring.
+    It is then MultipleNegativesRankingLoss, or the cached one, to the last digits, but for masks and centring. With
+    ``args.matryoshka_dims`` it is the sum over these sizes; raises `ConfigError` where the model has not so many.
     """
+    dims, dimension = args.matryoshka_dims, model.get_embedding_dimension()
+    if dims and dimension and max(dims) > dimension:
+        raise ConfigError(f"matryoshka_dims={dims}: the model's embeddings have {dimension} dimensions; name no more")
     own = "dot" if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot") else "cos"
     settings = args.loss_settings(own)
     settings["guide"] = guide
     settings["scale"] = 1.0 / settings.pop("temperature")
     settings["similarity_fct"] = cos_sim if settings.pop("similarity") == "cos" else dot_score
     if args.caches:
-        return CachedContAccumLoss(model, mini_batch_size=args.pairs_per_micro_batch, **settings)
-    return ContAccumLoss(model, **settings)
+        loss: ContAccumLoss = CachedContAccumLoss(model, mini_batch_size=args.pairs_per_micro_batch, **settings)
+    else:
+        loss = ContAccumLoss(model, **settings)
+    return MatryoshkaLoss(model, loss, dims) if dims else loss
+
+
+def innermost(loss: Any) -> Any:
+    """What a MatryoshkaLoss calls for each size, or the loss itself."""
+    return loss.loss if isinstance(loss, MatryoshkaLoss) else loss
 
 
 def columns_by_set(dataset: Any) -> Columns:
@@ -68,6 +83,7 @@ def take_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, col
 
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
     """Refuse data that has no positives, or nothing that could be a negative; raises `ConfigError` naming the set."""
+    loss = innermost(loss)
     in_batch = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
     in_batch |= isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
     alone = args.per_device_train_batch_size == 1 and not (args.gathers or args.finds_micro_batch)
@@ -91,6 +107,7 @@ def settle_parameters(args: ContAccumTrainingArguments, model: SentenceTransform
     that read sentence embeddings and nothing else, :func:`freeze_unused` does that work, on any number of ranks. Losses
     with a gradient cache call the model once per backward pass, where DDP's search is right, and needed.
     """
+    loss = innermost(loss)
     cached = uses_gradient_cache(loss)
     ours = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss))
     known = ours or isinstance(loss, CachedMultipleNegativesRankingLoss)

@@ -89,7 +89,12 @@ def test_precision_and_dtype_are_separate_choices(root, whole, tmp_path):
     encode(root, tmp_path / "b16", "--precision", "bfloat16")
     exact, half, autocast = map(EmbeddingStore.open, (whole, tmp_path / "16", tmp_path / "b16"))
     np.testing.assert_array_equal(half[:], exact[:].astype(np.float16).astype(np.float32))
-    assert 1e-4 < np.abs(autocast[:] - exact[:]).max() < 0.1 and autocast.dtype == np.float32
+    assert 1e-4 < np.abs(autocast[:] - exact[:]).max() < 0.1 and autocast.dtype == "float32"
+    for dtype in ("int8", "binary"):
+        encode(root, tmp_path / dtype, "--dtype", dtype)
+    codes, bits = (EmbeddingStore.open(tmp_path / dtype)[:] for dtype in ("int8", "binary"))
+    assert (np.abs(codes - exact[:]) <= np.ptp(exact[:], axis=0) / 169).all()  # 6.0 cuts towards 0
+    np.testing.assert_array_equal(bits, np.where(exact[:] > 0, 1, -1))
 
 
 def test_a_run_that_broke_off_goes_on_with_its_shard_and_ends_with_the_same_bytes(

@@ -90,6 +90,23 @@ def test_results_are_compared_with_those_before_also_with_the_file_that_is_repla
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
 
+def test_served_forms_are_scored_beside_float32_of_all_dimensions(evaluate, two, tmp_path, capsys):
+    forms = ["--dims", "32", "16", "--quantize", "float32", "int8", "binary", "--metrics", "MRR@10"]
+    for rescore in ("2", "100", "100"):
+        assert evaluate("--data", *two, *forms, "--rescore", rescore) == 0
+    assert capsys.readouterr().out.count("kept: ") == 2  # the same again, and no other
+    record = read_result(tmp_path / "out.one.json")
+    first, *others = record["served"]["rows"]
+    assert first["MRR@10"] == pytest.approx(record["metrics"]["MRR@10"])
+    sizes = [(row["dimensions"], row["type"], row["bytes_per_document"]) for row in (first, *others)]
+    expected = [("float32", 128), ("float32", 64), ("int8", 32), ("int8", 16), ("binary", 4), ("binary", 2)]
+    assert sizes == [((32, 16)[n % 2], *form) for n, form in enumerate(expected)]
+    for row in others:
+        assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
+        assert row["low"] <= row["difference"] <= row["high"] and row["queries_per_second"] > 0
+    assert "## two: as served" in (tmp_path / "out.md").read_text()
+
+
 def test_a_run_scores_as_the_model_that_made_it(evaluate, two, tmp_path):
     assert evaluate("--data", two[0]) == 0
     assert evaluate("--run", str(tmp_path / "out.trec"), "--data", two[0], output="scored.json") == 0
@@ -112,6 +129,9 @@ def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(evaluate, t
         (["--data", *two], "two/corpus.jsonl:25"),  # the last set, before the first is encoded
         ([*data, "--output", "out.txt"], "end its name in .json"),
         ([*data, *run, "model"], "one of the two"),
+        ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
+        ([*data, "--dims", "12", "--quantize", "binary"], "take a multiple of 8"),
+        ([*run, *data, "--quantize", "int8"], "no embeddings for them"),
         ([*run, "--data", *two], "--run is of one set"),
         ([*run, *data], "for none of one's judged queries"),
         ([*run, *data, "--output", str(tmp_path / "run.json")], "would replace the run itself"),

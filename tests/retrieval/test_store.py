@@ -42,7 +42,7 @@ def write(folder: Path, **changed: Any) -> Path:
 
 def test_rows_and_ids_come_back_as_they_were_written(tmp_path):
     store = EmbeddingStore.open(write(tmp_path / "s"))
-    assert (len(store), store.shape, store.dtype, store.similarity) == (ROWS, (ROWS, 4), np.float32, "cos")
+    assert (len(store), store.shape, store.dtype, store.similarity) == (ROWS, (ROWS, 4), "float32", "cos")
     for part in (slice(None), slice(3, 21), slice(10, 10), slice(9, 11), slice(24, 99), [24, 0, 9, 10, 10], []):
         np.testing.assert_array_equal(store[part], EMBEDDINGS[part])
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]

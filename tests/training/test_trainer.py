@@ -265,14 +265,16 @@ def test_trackers_get_every_number(tmp_path):
     assert [x.value for x in events.Scalars("train/bank_mass")] == pytest.approx([line["bank_mass"] for line in log])
 
 
-def test_wrapped_losses_keep_a_bank_for_each_size(tmp_path):
-    def make(folder, **saves):
-        model = tiny_encoder()
-        loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=20), [16, 8])
-        return trainer_in(folder, model=model, loss=loss, **saves)
-
-    straight = assert_resumes(make, tmp_path, 2)
+def test_matryoshka_dims_keep_a_bank_for_each_size_and_train_as_the_wrapped_loss_does(tmp_path):
+    straight = assert_resumes(partial(trainer_in, matryoshka_dims=[8, 16]), tmp_path, 2)
     assert {int(size) for size in next(iter(straight.bank_losses())).info_nces} == {8, 16}
+    model = tiny_encoder()
+    loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=20), [16, 8])
+    wrapped = trainer_in(tmp_path / "wrapped", model=model, loss=loss)
+    wrapped.train()
+    assert differing(state_of(straight), state_of(wrapped)) == []
+    with pytest.raises(ConfigError, match="have 16 dimensions"):
+        trainer_in(tmp_path / "more", matryoshka_dims=[32])
 
 
 @pytest.mark.parametrize("tied", [True, False])
