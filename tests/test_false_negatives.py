@@ -14,6 +14,8 @@ from contaccum import BankedInfoNCE
 from contaccum.errors import ConfigError
 
 MARGIN = {"false_negative_margin": 0.1, "similarity": "cos", "temperature": 0.1}
+EVERY = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), **MARGIN, "guide_margin": -0.1}
+EVERY |= {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
 RULES: dict[str, dict[str, Any]] = {
     "margin": {**MARGIN, "drift_compensation": "auto"},
     "margin, dot, as published": {
@@ -25,13 +27,9 @@ RULES: dict[str, dict[str, Any]] = {
     "guide": {"guide_margin": 0.05, "drift_compensation": "mean", "similarity": "cos", "temperature": 0.1},
     "guide, relative": {"guide_margin": 0.1, "guide_margin_strategy": "relative", "drift_compensation": "none"},
     "both": {**MARGIN, "guide_margin": -0.1, "bank_hard_negatives": False, "bank_weight": 0.5},
-    "both, of all directions": {
-        "directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"),
-        **MARGIN,
-        "guide_margin": -0.1,
-        "hardness_mode": "all_negatives",
-        "hardness_strength": 3.0,
-    },
+    # What is above a margin was decided when they met. Since then two means have moved, which the oracle does not know.
+    "both, of all directions": {**EVERY, "drift_compensation": "none"},
+    "both, of all directions, local rows": {**EVERY, "query_bank_size": 0},
     "both, passages alone": {**MARGIN, "guide_margin": 0.0, "query_bank_size": 0},
 }
 
