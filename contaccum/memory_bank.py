@@ -182,7 +182,7 @@ class MemoryBank(nn.Module):
         positive, log_sum = self.positive[:m], self.log_sum[:m]
         if (hardness := pairs.hardness) is not None:
             of_mean = self.of_mean(pairs)
-            own_sum = self.own_sum[:m] + self._of_rows(self.log_weights)[:m]
+            own_sum = self.own_sum[:m] + self.log_weights.repeat_interleave(self.block)[:m]
             log_sum = torch.logaddexp(log_sum, own_sum + hardness.off_own(of_mean))
             positive = positive - hardness.off(of_mean)
         banked = log_sum + log_weight if pairs.alike else torch.logaddexp(positive, log_sum + log_weight)
@@ -191,10 +191,7 @@ class MemoryBank(nn.Module):
     def row_weights(self) -> Tensor:
         """(m,): how often the loss of a banked row counts; 0: it is not in use."""
         m = min(self.span, len(self.queries))
-        return (self.absent[:m, 0] == 0) * self._of_rows(self.log_weights)[:m].exp()
-
-    def _of_rows(self, blocks: Tensor) -> Tensor:
-        return blocks.repeat_interleave(self.block)
+        return (self.absent[:m, 0] == 0) * self.log_weights.repeat_interleave(self.block)[:m].exp()
 
     def of_mean(self, pairs: Pairs) -> Tensor:
         """What the mean that columns of a micro-batch are relative to adds to all scores of the banked rows, (m,)."""
