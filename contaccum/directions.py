@@ -125,13 +125,12 @@ def meet(
         log_weight: of a banked column.
     """
     joint = partition_mode == "joint" and len(names) > 1
-    swapped = None if table is None else table.swapped()
     found: list[Direction] = []
     for name in names:
         pairs = pairs_of(name, whole, means, needs_mean=joint or whole.hardness is not None)
-        known, origin = swapped if name == "doc_to_query" else table, origins[DIRECTIONS[name][0]]
+        known = table.swapped() if table is not None and name == "doc_to_query" else table
         base = found[0] if joint and found else None
-        found.append(Direction.of(pairs, banks.get(name), known, origin, log_weight, base))
+        found.append(Direction.of(pairs, banks.get(name), known, origins[DIRECTIONS[name][0]], log_weight, base))
     return found
 
 

@@ -161,11 +161,10 @@ class ContAccumLoss(nn.Module):
         negatives, *guided = (torch.stack(x[2:], dim=1) if len(x) > 2 else None for x in (embeddings, columns))
         known = [x for x in ids[2:] if x is not None]
         negative_ids = torch.stack(known, dim=1) if known and len(known) == len(ids) - 2 else None
-        learns = self.training and torch.is_grad_enabled()  # trainers evaluate the model and leave its loss as it was
-        loss_fn = self._of_size(embeddings[0].shape[-1]) if learns else self._without_bank
+        loss_fn = self._of_size(embeddings[0].shape[-1]) if self._learns else self._without_bank
         seen = [*columns[:2], *guided]
         loss = loss_fn(embeddings[0], embeddings[1], negatives, ids[0], ids[1], negative_ids, seen)
-        if self.distillation is not None and learns:
+        if self.distillation is not None and self._learns:
             scale = None if self.log_scale is None else self.log_scale.exp()
             loss = loss + self.distillation(embeddings, labels, scale)
         return loss
@@ -257,8 +256,13 @@ class ContAccumLoss(nn.Module):
         )
 
     @property
+    def _learns(self) -> bool:
+        # Trainers leave the loss in training mode when they evaluate the model, without gradients.
+        return self.training and torch.is_grad_enabled()
+
+    @property
     def _trains(self) -> bool:
-        return self.training and torch.is_grad_enabled() and bool(self.settings["bank_size"])
+        return self._learns and bool(self.settings["bank_size"])
 
     @property
     def _has_stepped(self) -> bool:

@@ -38,17 +38,15 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
     shown = metrics.check_metrics(args.metrics, args.k_values)
     sets, previous, records = _score_sets(args, shown)
-
+    labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
     scores = {
-        one.label: {query: values[shown[0]] for query, values in record.pop("per_query").items()}
-        for one, record in zip(sets, records, strict=True)
+        label: {query: values[shown[0]] for query, values in record.pop("per_query").items()}
+        for label, record in labelled
     }
-
     rows = tables.table_rows(sets, records)
     comparisons = [tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()]
     parts = [tables.sets_table(rows, shown)]
-    labelled = zip(sets, records, strict=True)
-    parts += [tables.served_table(one.label, record["served"]) for one, record in labelled if record.get("served")]
+    parts += [tables.served_table(label, record["served"]) for label, record in labelled if record.get("served")]
     parts += map(tables.comparison_table, comparisons)
     text = "\n\n".join(parts)
     if len(sets) > 1:

@@ -63,8 +63,7 @@ def build_index(
     """Index N embeddings of d dimensions.
 
     Args:
-        embeddings: an array (N, d), a store, or codes. "Flat" copies nothing: leave an array as it is while the
-            index is used.
+        embeddings: an array (N, d), a store, or codes. "Flat" copies nothing: leave an array alone while it is used.
         factory: "Flat" is exact, on all GPUs that FAISS sees, if it sees any; "HNSW32", "IVF1024,Flat", "SQ8",
             "OPQ16_64,IVF256,PQ16" trade that for speed or room, on the CPU.
         metric: "cos" (copies are normalised, the caller's array is left alone) or "dot".
