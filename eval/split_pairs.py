@@ -1,7 +1,8 @@
 """`python eval/split_pairs.py PAIRS OUT`: hold out dev and test sets, by passage, from a file of training pairs.
 
 Where passages occur more than once, splitting by question would put the same passage into training and test. Here a
-hash of the passage's text decides, so that every run and machine agrees.
+hash of the passage's text decides, so that every run and machine agrees. Of a BEIR folder, which has its test set, the
+split `train` is parted by document into `train` and `dev`; corpus and queries stay whole.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
 from contaccum.data import load_training_data
+from contaccum.data.beir import is_beir_folder
 from contaccum.errors import DataError, UserError
 from contaccum.files import atomic_folder
 
@@ -35,7 +38,7 @@ def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, 
     parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
     for row in dataset:
         digest = hashlib.sha256(row["positive"].encode()).hexdigest()
-        place = int(digest[:15], 16) / 16**15
+        place = _place(row["positive"])
         part = "dev" if place >= 1 - dev else "test" if place >= 1 - dev - test else "train"
         parts[part].append((digest, row["query"], row["positive"]))
     pairs_before = len(parts["train"]) + len(parts["test"])
@@ -55,6 +58,37 @@ def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, 
     return {"train": len(parts["train"]), **held_out, "left_out": left_out}
 
 
+def split_judgements(source: str, output: str, dev: float) -> dict[str, int]:
+    """Copy a BEIR folder to ``output``, its split `train` parted by document; returns counts of queries.
+
+    A query with documents in both parts is asked in `dev` alone, whose documents `train` judges no more.
+
+    Raises:
+        DataError: for an output that exists.
+    """
+    if Path(output).exists():
+        raise DataError(f"{output}: exists already; choose another folder or remove it")
+    with atomic_folder(output) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        header, *lines = (folder / "qrels" / "train.tsv").read_text(encoding="utf-8").splitlines()
+        judged = [line.split("\t") for line in lines]
+        asked = {query for query, document, _ in judged if _place(document) >= 1 - dev}
+        held_out = {document for query, document, _ in judged if query in asked}
+        parts = {
+            "train": [row for row in judged if row[0] not in asked and row[1] not in held_out],
+            "dev": [row for row in judged if row[0] in asked],
+        }
+        for name, rows in parts.items():
+            text = "\n".join([header, *("\t".join(row) for row in rows), ""])
+            (folder / "qrels" / f"{name}.tsv").write_text(text, encoding="utf-8")
+    return {name: len({query for query, *_ in rows}) for name, rows in parts.items()}
+
+
+def _place(text: str) -> float:
+    """Where a hash puts ``text`` between 0 and 1."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) / 16**15
+
+
 def _write_beir(pairs: list[Pair], folder: Path) -> int:
     """A BEIR folder with the split ``test``; returns how many queries it has."""
     (folder / "qrels").mkdir(parents=True)
@@ -72,12 +106,15 @@ def _write_beir(pairs: list[Pair], folder: Path) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", help="pairs in any format that `contaccum train` reads")
-    parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders")
+    parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders; or a BEIR folder")
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
     options = parser.parse_args()
     try:
-        split = split_pairs(options.pairs, options.output, options.dev, options.test)
+        if is_beir_folder(options.pairs):
+            split = split_judgements(options.pairs, options.output, options.dev)
+        else:
+            split = split_pairs(options.pairs, options.output, options.dev, options.test)
         print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items()))
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from small_data import write_lines
 from transformers import AutoModel
 
 from contaccum.data import load_beir_folder, load_training_data
+from contaccum.data.beir import shipped_scifact
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,17 @@ def test_split_pairs_holds_out_passages_and_loses_none(run_script, tmp_path, cap
         run_script("eval/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
+
+
+def test_split_pairs_parts_what_a_beir_folder_judges(run_script, tmp_path):
+    run_script("eval/split_pairs.py", shipped_scifact(), tmp_path / "out", "--dev", "0.2")
+    qrels = {part: load_beir_folder(tmp_path / "out", part).qrels for part in ("train", "dev", "test")}
+    train, dev = ({document for judged in qrels[part].values() for document in judged} for part in ("train", "dev"))
+    assert not train & dev and not qrels["train"].keys() & qrels["dev"].keys()
+    judged = load_beir_folder(shipped_scifact(), "train").qrels
+    assert all(judged[query] == documents for query, documents in qrels["dev"].items())
+    assert qrels["test"] == load_beir_folder(shipped_scifact()).qrels
+    assert len(judged) > len(qrels["train"]) + len(qrels["dev"]) > 0.9 * len(judged)
 
 
 def test_holm_corrects_over_all_pairs_of_all_reports(run_script, tmp_path, capsys):
