@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,18 @@ from typing import Any, Literal, NamedTuple, get_args
 from contaccum.data import records
 from contaccum.data.beir import beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.msmarco import read_msmarco
-from contaccum.data.records import Fault, RecordReport, Rows, first_of, one_line, passage_text, quoted, take, text_of
+from contaccum.data.records import (
+    Fault,
+    RecordReport,
+    Rows,
+    TextsById,
+    first_of,
+    one_line,
+    passage_text,
+    quoted,
+    take,
+    text_of,
+)
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
@@ -133,7 +143,10 @@ class Source:
         elif self.data_format == "msmarco":
             yield from take(self.path, self.rows(), _text_triple, report)
         else:
-            corpus = None if self.corpus is None else Corpus(self.corpus, report)
+            corpus = None
+            if self.corpus is not None:
+                passages = ((one.id, one.passage) for one in read_passages(self.corpus, report))
+                corpus = TextsById(self.corpus, passages)
             for record in take(self.path, self.rows(), Fields(self, corpus).read, report):
                 if record is None:
                     report.leave_out(self.path, "score below min_score")
@@ -233,7 +246,7 @@ class Fields:
     Were each record read by itself, one without "positive" would silently pass for one with "text".
     """
 
-    def __init__(self, source: Source, corpus: Corpus | None) -> None:
+    def __init__(self, source: Source, corpus: TextsById | None) -> None:
         columns, self._corpus = source.columns, corpus
         taken = set(columns.values())
         self._names = {role: [name for name in names if name not in taken] for role, names in FIELDS.items()}
@@ -308,7 +321,7 @@ class Fields:
         return _passages(record[name], name, corpus=self._corpus)
 
 
-def _passages(value: Any, what: str, title: str = "", corpus: Corpus | None = None) -> list[tuple[str, Any]]:
+def _passages(value: Any, what: str, title: str = "", corpus: TextsById | None = None) -> list[tuple[str, Any]]:
     """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, messages, with a corpus
     an id or an object {"id"}, or a list of these; each with its "score", None where it has none."""
     if isinstance(value, dict) and isinstance(value.get("text"), list):  # how Arrow keeps some lists
@@ -322,7 +335,7 @@ def _passages(value: Any, what: str, title: str = "", corpus: Corpus | None = No
         if named is not None and corpus is None:
             raise Fault("ids where texts are expected", "name what has the texts: {path: ..., corpus: ...}")
         if named is not None and corpus is not None:
-            text = corpus[named]
+            text = corpus[corpus.place(named)]
         elif about:
             text = passage_text(records.title_of(about), text_of(about.get("text"), f"{what} text"))
         else:
@@ -385,27 +398,6 @@ def corpus_source(path: AnyPath) -> Source:
         return Source(path, "parquet" if start.startswith(b"PAR1") else "pairs")
     header = records.split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
     return Source(path, "csv" if {*header} & {*_TEXTS} else "msmarco")
-
-
-class Corpus:
-    """The passages of a corpus by id, in a temporary file of SQLite's, not in memory."""
-
-    def __init__(self, path: AnyPath, report: RecordReport) -> None:
-        self._path, self._table = path, sqlite3.connect("")  # in TMPDIR, and gone when it is closed
-        self._table.execute("CREATE TABLE passages (id TEXT PRIMARY KEY, passage TEXT)")
-        for one in read_passages(path, report):
-            try:
-                self._table.execute("INSERT INTO passages VALUES (?, ?)", (one.id, one.passage))
-            except sqlite3.Error as error:
-                what = f"{path}: passage {quoted(one.id)}: {error} (keep one of an id, and room in TMPDIR)"
-                raise DataError(one_line(what)) from error
-
-    def __getitem__(self, identifier: Any) -> str:
-        """The passage with an id; raises `Fault` where it is not there."""
-        found = self._table.execute("SELECT passage FROM passages WHERE id = ?", (str(identifier),)).fetchone()
-        if found is None:
-            raise Fault(f"unknown id in {Path(self._path).name}", quoted(identifier))
-        return str(found[0])
 
 
 def _passage(record: str | Mapping[str, Any]) -> Passage:

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,3 +276,28 @@ def arrow_rows(source: AnyPath, batches: Iterable[Any]) -> Rows:
     except Exception as error:  # Arrow's, the hub's and the network's have no common ancestor
         fault = Fault("damaged, or of another format", str(error)[:300])
         raise broken(source, number + 1, fault, "get it again") from error
+
+
+class TextsById:
+    """Texts that are looked up by their ids, in a temporary file of SQLite's, not in memory; `DataError` for an id that
+    occurs again."""
+
+    def __init__(self, path: AnyPath, texts: Iterable[tuple[str, str]]) -> None:
+        self._name, self._table = os.path.basename(path), sqlite3.connect("")  # in TMPDIR, and gone when it is closed
+        self._table.execute("CREATE TABLE texts (place INTEGER PRIMARY KEY, id TEXT UNIQUE, text TEXT)")
+        for identifier, text in texts:
+            try:
+                self._table.execute("INSERT INTO texts (id, text) VALUES (?, ?)", (identifier, text))
+            except sqlite3.Error as error:
+                what = f"{path}: id {quoted(identifier)}: {error} (keep one of an id, and room in TMPDIR)"
+                raise DataError(one_line(what)) from error
+
+    def place(self, identifier: Any) -> int:
+        """What an id is called here; raises `Fault` where it is not there."""
+        found = self._table.execute("SELECT place FROM texts WHERE id = ?", (str(identifier),)).fetchone()
+        if found is None:
+            raise Fault(f"unknown id in {self._name}", quoted(identifier))
+        return int(found[0])
+
+    def __getitem__(self, place: int) -> str:
+        return str(self._table.execute("SELECT text FROM texts WHERE place = ?", (place,)).fetchone()[0])

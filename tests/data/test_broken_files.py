@@ -104,7 +104,7 @@ case("msmarco, latin-1", latin, r"collection\.tsv:10: not UTF-8 text", (3, 1))
 triple = changed(put_msmarco, "qidpidtriples.train.full.2.tsv", "9\t0\t10\n", append=True)
 case("msmarco, triple", triple, r"2\.tsv:7: unknown id in queries\.train\.tsv: '9'", (3, 1), num_hard_negatives=1)
 twice = changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n")
-case("msmarco, id twice", twice, r"collection\.tsv: two lines have the id", None)
+case("msmarco, id twice", twice, r"collection\.tsv: id '1': UNIQUE", None)
 case("msmarco, no split", lambda f: put_msmarco(f / "m"), r"qrels\.dev\.tsv: no such file", None, split="dev")
 
 

@@ -181,7 +181,7 @@ def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
         read(path)
     with pytest.raises(DataError, match=r"unknown id in other: 'd1'"):
         read(path, corpus=put(tmp_path / "other", lines(CORPUS[1:])))
-    with pytest.raises(DataError, match=r"passage 'd1': UNIQUE .*keep one"):
+    with pytest.raises(DataError, match=r"id 'd1': UNIQUE .*keep one"):
         read(path, corpus=put(tmp_path / "twice", lines(CORPUS + CORPUS)))
     (parsed,) = parse_training_sets([{"path": str(path), "corpus": str(source)}]).values()
     assert load_training_data(**parsed, num_hard_negatives=2).dataset[0]["positive"] == "T p"
