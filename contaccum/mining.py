@@ -63,6 +63,8 @@ def load_mining_data(
     split: str = "train",
     on_bad_record: Literal["stop", "skip"] = "stop",
     columns: Mapping[str, str] | None = None,
+    texts: AnyPath | None = None,
+    min_score: float | None = None,
 ) -> MiningData:
     """Queries with their known positives, and the passages among which their negatives are sought.
 
@@ -73,7 +75,8 @@ def load_mining_data(
         source: training data in any format that `read_records` takes; or records in memory, mappings with "query" and
             "positive": a text, or a list of texts of which the first makes the pair.
         corpus: a file of passages, or a BEIR folder whose corpus it is; see `read_passages`.
-        data_format, split, columns: see `read_records`; of files.
+        data_format, split, columns, min_score: see `read_records`; of files.
+        texts: the corpus of records that name passages by id.
 
     Raises:
         ConfigError, DataError: data that cannot be used, or an empty pool.
@@ -94,7 +97,7 @@ def load_mining_data(
                 for name, found in data.qrels.items()
             )
         else:
-            rows = read_records(source, record["format"], split, columns, report, num_negatives=0)
+            rows = read_records(source, record["format"], split, columns, report, 0, texts, min_score)
             judged = ((None, row.query, _as_passages(row.positives)) for row in rows)
     # Of a record with several positives the first is trained on, unless people have judged them all.
     paired = None if record["format"] in ("beir", "msmarco") else 1

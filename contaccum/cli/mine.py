@@ -14,14 +14,14 @@ from contaccum.files import provenance
 def run(argv: Sequence[str] | None = None) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data or the models, and writes nothing."""
     from contaccum import mining
-    from contaccum.data import parse_columns
+    from contaccum.data import parse_training_sets
     from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
     what = "Find hard negatives for training data: passages that score high and are not known to be relevant."
     parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub; none for --method bm25")
-    add("--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md")
+    add("--data", required=True, metavar="DATA", help="training data, as `contaccum train` takes it (docs/data.md)")
     add("--corpus", metavar="PATH", help="mine in these passages instead of the data's own; see contaccum encode")
     add("--data_format", help="default: sniffed")
     add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
@@ -39,8 +39,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     mining.SelectionRules(**rules).check(args.cross_encoder is not None)
     mining.check_output(args.output, args.output_format)
 
-    settings: Any = {name: getattr(args, name) for name in ("data_format", "split", "on_bad_record")}
-    data = mining.load_mining_data(args.data, args.corpus, columns=parse_columns(args.data_columns), **settings)
+    common = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
+    [source] = parse_training_sets([args.data], common).values()
+    how = {"texts": source.pop("corpus", None), "on_bad_record": args.on_bad_record, **source}
+    data = mining.load_mining_data(how.pop("path"), args.corpus, **how)
     print(f"{args.data}: {data.record['records']}", flush=True)
     model = load_model(args.model, args) if args.model else None
     cross_encoder = args.cross_encoder

@@ -210,9 +210,10 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
         return None
     from contaccum.mining import load_mining_data
 
-    names = ("data_format", "split", "on_bad_record")
-    how = {name: getattr(data, name) for name in names} | {"columns": parse_columns(data.data_columns)}
-    return load_mining_data(data.train_data[0], args.refresh_corpus, **how)
+    [one] = data.sets.values()
+    how: dict[str, Any] = {"texts": one.get("corpus"), "on_bad_record": data.on_bad_record}
+    how |= {name: one[name] for name in ("data_format", "split", "columns", "min_score") if name in one}
+    return load_mining_data(one["path"], args.refresh_corpus, **how)
 
 
 def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator | None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_data import write_beir_to_mine, write_pairs_to_mine
+from small_data import write_beir_to_mine, write_lines, write_pairs_to_mine
 
 from contaccum.cli import main
 from contaccum.data import load_training_data
@@ -44,6 +44,18 @@ def test_bm25_mines_without_a_model(tmp_path):
     record = json.loads(Path(f"{output}.report.json").read_text())
     assert record["settings"]["method"] == "bm25" and record["model"]["fingerprint"] is None
     assert len(output.read_text().splitlines()) == 10
+
+
+def test_a_set_of_ids_is_mined_in_the_corpus_that_has_their_texts(tiny_model_path, pairs, tmp_path):
+    rows = [json.loads(line) for line in pairs.open()]
+    texts = list(dict.fromkeys(row["positive"] for row in rows))
+    write_lines(tmp_path / "corpus.jsonl", [{"id": f"d{i}", "text": text} for i, text in enumerate(texts)])
+    ids = [{"query": row["query"], "positive_document_ids": [f"d{texts.index(row['positive'])}"]} for row in rows]
+    source = {"path": str(write_lines(tmp_path / "ids.jsonl", ids)), "corpus": str(tmp_path / "corpus.jsonl")}
+    outputs = [tmp_path / "of_ids.jsonl", tmp_path / "of_texts.jsonl"]
+    for data, output in zip((json.dumps(source), pairs), outputs, strict=True):
+        assert mine(tiny_model_path, "--data", data, "--output", output, "--device", "cpu") == 0
+    assert outputs[0].read_text() == outputs[1].read_text()
 
 
 MISTAKES = {
