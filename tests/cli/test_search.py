@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_texts import sentences
 from small_data import write_beir
@@ -56,6 +57,19 @@ def test_a_run_is_what_an_array_gives(root, tmp_path, monkeypatch):
     about = {"index": "Flat", "index_parameters": None, "index_file": None, "k": 7, "gpus": 0, "recall": None}
     assert about.items() <= record["search"].items()
     assert record["store"]["rows"] == 60 and record["queries"]["count"] == 12
+
+
+def test_a_store_of_codes_is_searched_by_float_queries(root, tmp_path):
+    whole = EmbeddingStore.open(root / "store")
+    model, ids = DualEncoder.from_pretrained(str(root / "encoder"), device="cpu"), whole.ids(range(60))
+    asked = model.encode_query(QUERIES)
+    for dtype, expected in (("int8", whole[:]), ("binary", np.where(whole[:] > 0, 1.0, -1.0))):
+        encode(root, "corpus.jsonl", tmp_path / dtype, "--dtype", dtype, "--shard_size", "17")
+        assert run(root, tmp_path / f"{dtype}.trec", "--store", tmp_path / dtype, "--similarity", "dot") == 0
+        found, scores = read_trec_run(tmp_path / f"{dtype}.trec"), asked @ expected.T
+        for number, line in enumerate(scores):
+            off = [found[f"q{number}"][name] - score for name, score in zip(ids, line, strict=True)]
+            assert np.abs(off).max() < 0.01 * np.abs(scores).max()
 
 
 def test_queries_that_were_encoded_before_need_no_model(root, tmp_path):
