@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
+from contaccum.directions import DIRECTIONS
 
 D = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -22,6 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no_masks": {"bank_size": 9, "mask_duplicates": False, "drift_compensation": "fresh"},
     "pre_batch": {"bank_size": 17, "query_bank_size": 0},
     "filters": {"bank_size": 17, "similarity": "cos", "false_negative_margin": 0.1, "guide_margin": 0.1},
+    "hardness": {"bank_size": 17, "similarity": "cos", "hardness_mode": "all_negatives", "hardness_strength": 2.0},
+    "directions": {"bank_size": 17, "directions": tuple(DIRECTIONS), "similarity": "cos", "learn_temperature": True},
 }
 CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
 
@@ -57,7 +60,7 @@ def micro_batch(step: int, rank: int, n: int, h: int) -> tuple[list[torch.Tensor
 def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) -> dict[str, Any]:
     """Two updates of three micro-steps each, with a probe of the encoder between them: gradients, losses and bank."""
     settings, h = case
-    loss_fn = BankedInfoNCE(**SETTINGS[settings], **more)
+    loss_fn = BankedInfoNCE(**SETTINGS[settings], **more).double()
     towers: Any = Towers()
     model = DistributedDataParallel(towers) if dist.is_initialized() else towers
     probe = [micro_batch(99, rank, 2, 0)[0] for rank in ranks]
@@ -86,6 +89,8 @@ def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) 
     gradients.append(torch.stack([p.grad for p in towers.parameters()]))
     state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
     drift = loss_fn.drift_record()
+    if loss_fn.log_scale is not None:
+        drift["gradient of log_scale"] = float(loss_fn.log_scale.grad)
     return {"gradients": gradients, "losses": losses, "told": told, "state": state, "drift": drift}
 
 
