@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev,demo,lightning
 LOWEST = $(shell sed -nE 's/^ *"((sentence-)?transformers)>=([0-9.]+),.*/\1==\3/p' pyproject.toml)
 LOWEST += tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
-.PHONY: quickstart test test-lowest test-newest test-all lint format dist clean
+.PHONY: quickstart test test-lowest test-newest test-all lint format docs dist clean
 
 # One stamp per set of extras, so that a change of pins reinstalls and nothing else does.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
@@ -54,6 +54,11 @@ lint: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, into build/site; a link that leads nowhere is an error. `make docs SERVE=1` shows it, and what is saved meanwhile.
+# The variable silences the theme's notice about successors of mkdocs.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict)
 
 # What is published: sdist and wheel. Building needs none of the packages above, so it has an environment of its own.
 $(VENV)-dist/.installed: constraints.txt

@@ -38,14 +38,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class DualEncoder(SentenceTransformer):
     """A SentenceTransformer for retrieval: ``encode_query`` / ``encode_document``, and one tower for each.
 
-    :meth:`from_backbone` makes one from a bare backbone, :meth:`from_pretrained` loads a saved SentenceTransformer.
+    `from_backbone` makes one from a bare backbone, `from_pretrained` loads a saved SentenceTransformer.
     Untied towers are the routes "query" and "document" of a Router.
 
-    Example::
-
+    Example:
+        ```python
         model = DualEncoder.from_backbone("bert-base-uncased", tied=False, pooling="cls", normalize=False)
         queries = model.encode_queries(["what keeps the sky up?"])                    # (1, d)
         passages = model.encode_corpus([{"title": "Sky", "text": "Nothing does."}])  # (1, d)
+        ```
     """
 
     # Private, but the only way to load a tower's adapter with the library's own settings.
@@ -120,7 +121,7 @@ class DualEncoder(SentenceTransformer):
 
     @classmethod
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
-        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as :func:`loading` says.
+        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as `loading` says.
 
         An adapter is ready to train on. Towers whose adapters have one base share its weights.
         """
@@ -152,7 +153,7 @@ class DualEncoder(SentenceTransformer):
 
     @property
     def passage_encoder(self) -> nn.Module:
-        """The tower of passages; see :attr:`query_encoder`."""
+        """The tower of passages; see `query_encoder`."""
         return tower(self, "document")
 
     def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:

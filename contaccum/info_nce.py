@@ -49,7 +49,7 @@ class BankedInfoNCE(Banks):
     rest of the batch, the accumulated gradient of ``normalize_by="local"`` equals that of the full batch.
 
     Args:
-        bank_size: rows m of the bank, at most; see :class:`MemoryBank`. 0 is plain InfoNCE.
+        bank_size: rows m of the bank, at most; see `MemoryBank`. 0 is plain InfoNCE.
         query_bank_size: None or ``bank_size``; 0: the passage bank alone (``pre_batch``, the paper's "w/o M_q").
         temperature: tau > 0; 1.0 with dot product in the paper, 0.05 is usual with cosine.
         similarity: ``"dot"`` or ``"cos"``.
@@ -71,15 +71,15 @@ class BankedInfoNCE(Banks):
             Its gradient is that of local rows. Banked log-sums are of the tau that they were computed with.
         bank_hard_negatives: keep hard negatives in the bank as columns.
         drift_compensation: ``"mean"`` moves banked entries along with the mean of their tower; ``"auto"`` also retires
-            those that :meth:`observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
-            :meth:`end_update`; ``"none"`` is the paper. See docs/drift.md.
+            those that `observe_probe` shows to have drifted too far; ``"fresh"`` uses none older than the last
+            `end_update`; ``"none"`` is the paper. See docs/drift.md.
         center_gradients: ``"both"``, ``"passages"`` or ``"queries"`` take the mean out of the gradients of that tower's
             embeddings, so that no update moves it as a whole; ``"none"``; ``"auto"``: passages, while
             ``drift_compensation`` is ``"auto"`` and entries of an older encoder are in use. See docs/drift.md.
         pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank: that mean is then taken
-            over the update. None: over each micro-batch by itself. See :meth:`begin_update`.
+            over the update. None: over each micro-batch by itself. See `begin_update`.
         bank_weight: how often a banked pair counts beside a local one, as a negative and as a row; above 1: how many
-            pairs the bank counts as together; ``"auto"``: less, the further :meth:`observe_probe` shows its age to
+            pairs the bank counts as together; ``"auto"``: less, the further `observe_probe` shows its age to
             have drifted, until it retires later than otherwise. A banked row's own positive counts once.
         bank_dtype: storage dtype of the bank. None: that of the embeddings, float32 at least.
         gather_across_devices: build the batch of all ranks of ``torch.distributed`` before the loss, in their order;
@@ -90,13 +90,13 @@ class BankedInfoNCE(Banks):
     rows are marked and never used, and ``last["enqueued"]`` is 0.
 
     Attributes:
-        positives: a :class:`PositivesTable` of pairs that are never negatives of each other, or None. Not in the state.
-        bank: the :class:`MemoryBank`, None before the first call, which sets the embedding size.
+        positives: a `PositivesTable` of pairs that are never negatives of each other, or None. Not in the state.
+        bank: the `MemoryBank`, None before the first call, which sets the embedding size.
         last: diagnostics of the last call, detached tensors and ints: ``local_loss`` and ``bank_loss`` (mean over local
             rows and over bank rows in use), ``columns`` (per local row, before masks), ``masked`` (share of them that
             are left out, positives aside), ``bank_rows``, ``bank_fill`` (entries in use after it), ``enqueued`` (pairs
             that the bank took), ``embedding_spread`` (squared distance of local passages from their mean, over their
-            squared length), ``temperature`` where it is learned; and what :meth:`drift_record` reads.
+            squared length), ``temperature`` where it is learned; and what `drift_record` reads.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -384,7 +384,7 @@ class BankedInfoNCE(Banks):
 
         Returns:
             ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``, ``in_batch_mass`` and
-            ``bank_mass_aged``, and :meth:`DriftProbe.record`; docs/drift.md says what they tell.
+            ``bank_mass_aged``, and `DriftProbe.record`; docs/drift.md says what they tell.
         """
         if self.bank is None or self.bank.pairs == 0:
             return {}

@@ -51,10 +51,10 @@ class ContAccumLoss(nn.Module):
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
         distill, distill_weight, distill_temperature: learn from a teacher's scores too, in training; "margin_mse" or
-            "kl", see :class:`contaccum.distill.Distillation`.
+            "kl", see `contaccum.distill.Distillation`.
         guide: a frozen SentenceTransformer that says which columns are no negatives, as in GISTEmbedLoss; its
             ``margin`` and ``margin_strategy`` are ``guide_margin`` and ``guide_margin_strategy`` here.
-        settings: any other of :class:`BankedInfoNCE`. Duplicates go by :func:`contaccum.features.content_ids`.
+        settings: any other of `BankedInfoNCE`. Duplicates go by `contaccum.features.content_ids`.
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work.
@@ -64,21 +64,20 @@ class ContAccumLoss(nn.Module):
         a teacher's scores of positive and negatives, (n, 1 + negatives).
 
     Relations:
-        - :class:`MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, with
+        - `MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates, with
           its ``directions``, ``partition_mode`` and hardness too, and is what ``eval_loss`` is: in eval mode, and
           without gradients, the loss is that of the batch alone.
-        - :class:`GISTEmbedLoss` is, with a ``guide``, and neither anchors nor positives contrasted among themselves.
-        - Works inside :class:`MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
+        - `GISTEmbedLoss` is, with a ``guide``, and neither anchors nor positives contrasted among themselves.
+        - Works inside `MatryoshkaLoss`, where each dimension has a bank of its own. Not inside
           ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
-        - In a loss that calls :meth:`compute_loss_from_embeddings`, updates are noticed; texts are not known there.
+        - In a loss that calls `compute_loss_from_embeddings`, updates are noticed; texts are not known there.
 
-    Example::
-
+    Example:
+        ```python
         loss = ContAccumLoss(model, bank_size=512)
-        args = SentenceTransformerTrainingArguments(
-            output_dir="runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16
-        )
+        args = SentenceTransformerTrainingArguments(per_device_train_batch_size=8, gradient_accumulation_steps=16)
         SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset, loss=loss).train()
+        ```
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class ContAccumLoss(nn.Module):
         """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
 
         ``labels`` int64 (n, columns) are ids of the texts, which are hashes of the content otherwise; they may be, or
-        have after them, a teacher's scores: see :func:`contaccum.distill.split_labels`.
+        have after them, a teacher's scores: see `contaccum.distill.split_labels`.
         """
         features = list(sentence_features)
         ids, guided = self._look_at(features, labels), self._ask_guide(features)
@@ -149,7 +148,7 @@ class ContAccumLoss(nn.Module):
         """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives. With ``distill``,
         ``labels`` hold a teacher's scores.
 
-        Without ``ids`` int64 (n,) of each column, see :func:`contaccum.features.content_ids`, no duplicates are masked;
+        Without ``ids`` int64 (n,) of each column, see `contaccum.features.content_ids`, no duplicates are masked;
         and as the texts are not known here, the encoder is not probed. ``guide``: the columns as a guide embeds them.
         """
         if self.guide is not None and guide is None:
@@ -171,18 +170,18 @@ class ContAccumLoss(nn.Module):
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
-        """The :class:`BankedInfoNCE` of the largest embedding size, None before the first call."""
+        """The `BankedInfoNCE` of the largest embedding size, None before the first call."""
         return self._of_size(max(map(int, self.info_nces))) if len(self.info_nces) else None
 
     @property
     def last(self) -> dict[str, Any]:
-        """Diagnostics of the last call in training; see :class:`BankedInfoNCE`; and ``distill_loss``, unweighted."""
+        """Diagnostics of the last call in training; see `BankedInfoNCE`; and ``distill_loss``, unweighted."""
         found = {} if self.info_nce is None else self.info_nce.last
         distilled = None if self.distillation is None else self.distillation.last
         return found if distilled is None else {**found, "distill_loss": distilled}
 
     def begin_update(self, pairs: int) -> None:
-        """Say how many pairs the coming micro-batches will have until the optimizer steps; see :class:`BankedInfoNCE`.
+        """Say how many pairs the coming micro-batches will have until the optimizer steps; see `BankedInfoNCE`.
 
         Needed only where updates differ in that: ``pairs_per_update`` says it once and for all.
         """
@@ -193,7 +192,7 @@ class ContAccumLoss(nn.Module):
     def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
         """Never take these for negatives of each other, wherever they meet: ids of all positives, int64 (r,) each.
 
-        They are those that ``labels`` will hold; see :meth:`forward`. Like the model, they are no part of the state.
+        They are those that ``labels`` will hold; see `forward`. Like the model, they are no part of the state.
         """
         self._positives = PositivesTable(query_ids, passage_ids)
         for loss_fn in (self._without_bank, *self._every()):
@@ -217,7 +216,7 @@ class ContAccumLoss(nn.Module):
         return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what :meth:`bank_state_dict` gave, on every rank; ConfigError when it has other settings or ranks."""
+        """Restore what `bank_state_dict` gave, on every rank; ConfigError when it has other settings or ranks."""
         state, ranks = dict(state), {key.split(".", 1)[0] for key in state if key.startswith(_OF_RANK)}
         if ranks and (self._shared or len(ranks) != world_size()):
             raise ConfigError(
@@ -353,9 +352,9 @@ class ContAccumLoss(nn.Module):
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
-    """:class:`ContAccumLoss` over a gradient cache: every pair has the whole batch for fresh negatives, and the bank.
+    """`ContAccumLoss` over a gradient cache: every pair has the whole batch for fresh negatives, and the bank.
 
-    What :class:`ContAccumLoss` is to MultipleNegativesRankingLoss, this is to CachedMultipleNegativesRankingLoss: the
+    What `ContAccumLoss` is to MultipleNegativesRankingLoss, this is to CachedMultipleNegativesRankingLoss: the
     batch is encoded without gradients first, ``mini_batch_size`` texts at a time, then again with those of its
     embeddings. It takes GradCache's time; the bank adds negatives, not memory of activations.
 
@@ -363,19 +362,20 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         mini_batch_size: texts that are encoded at once.
         mini_batch_num_tokens: tokens that are encoded at once, instead.
         show_progress_bar: over mini-batches.
-        Others: as in :class:`ContAccumLoss`.
+        Others: as in `ContAccumLoss`.
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work; a StaticEmbedding, whose texts lie in one stream.
 
     Relations:
-        - :class:`CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
+        - `CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without duplicates.
 
-    Example::
-
+    Example:
+        ```python
         loss = CachedContAccumLoss(model, bank_size=4096, mini_batch_size=8)
-        args = SentenceTransformerTrainingArguments(output_dir="runs/example", per_device_train_batch_size=128)
+        args = SentenceTransformerTrainingArguments(per_device_train_batch_size=128)
         SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset, loss=loss).train()
+        ```
     """
 
     def __init__(
@@ -400,7 +400,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         self._of_scale: list[Tensor] = []  # gradients of log_scale, one of each size of a MatryoshkaLoss
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """The loss of a batch of tokenised columns; as in :class:`ContAccumLoss`."""
+        """The loss of a batch of tokenised columns; as in `ContAccumLoss`."""
         features = list(sentence_features)
         given: Any = labels, self._look_at(features, labels), self._ask_guide(features, self.mini_batch_size)
         self._of_scale.clear()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import contaccum
+
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "contaccum").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
@@ -30,8 +32,7 @@ def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds():
     assert len(MODULES) <= 75
     assert _lines(MODULES) <= 11_500
     assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_150
-    docs = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
-    assert sum(len(text.split()) for text in docs) <= 15_000
+    assert sum(len(path.read_text("utf-8").split()) for path in (ROOT / "docs").rglob("*.md")) <= 15_000
 
 
 def test_no_module_is_over_450_lines_and_no_function_over_90():
@@ -83,6 +84,15 @@ def test_every_import_is_declared():
                 imported.add(node.module.split(".")[0])
     foreign = imported - set(sys.stdlib_module_names) - {"contaccum"}
     assert {name for name in foreign if called.get(name, name) not in declared} == set()
+
+
+def test_every_name_that_docs_and_examples_import_is_in_the_reference():
+    """That each name there exists is checked by `make docs`."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    imported = {x for names in re.findall(r"from contaccum[\w.]* import ([\w, ]+)", text) for x in names.split(", ")}
+    listed = set(re.findall(r"^::: contaccum\..*?(\w+)$", text, re.MULTILINE))
+    assert (imported | set(contaccum.__all__)) - listed == {"__version__"}
 
 
 def test_importing_the_package_takes_less_than_a_tenth_of_a_second():

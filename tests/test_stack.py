@@ -1,4 +1,4 @@
-"""The README's table of what works: each cell is tried here, those of sentence-transformers' losses too."""
+"""The table of docs/stack.md: each cell is tried here, those of sentence-transformers' losses too."""
 
 import zlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from transformers import DataCollatorWithFlattening
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "stack.md").read_text(encoding="utf-8")
 LOSSES: dict[str, Callable[[Any], nn.Module]] = {
     "ContAccumLoss": lambda model: ContAccumLoss(model, bank_size=16),
     "CachedContAccumLoss": lambda model: CachedContAccumLoss(model, bank_size=16, mini_batch_size=2),
@@ -47,8 +47,7 @@ class Case:
         arguments |= {"use_cpu": True, "disable_tqdm": True, **self.arguments}
         args = SentenceTransformerTrainingArguments(str(self.folder), **arguments)
         loss = self.wrap(LOSSES[name](self.model))
-        data = Dataset.from_dict(self.columns)
-        trainer = SentenceTransformerTrainer(self.model, args, data, loss=loss)
+        trainer = SentenceTransformerTrainer(self.model, args, Dataset.from_dict(self.columns), loss=loss)
         before = [p.detach().clone() for p in self.model.parameters()]
         trainer.train()
         moved = any(not torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True))
@@ -131,11 +130,9 @@ PARTS = {
     "MatryoshkaLoss": matryoshka,
     "Router": router,
 }
-
-
 TABLE = {
     cells[0].strip(): dict(zip(LOSSES, map(str.strip, cells[1:]), strict=False))
-    for cells in (line.strip("|").split("|") for line in README.splitlines() if line.startswith("| "))
+    for cells in (line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| "))
 }
 
 

@@ -33,8 +33,8 @@ def evaluate_beir(
     Args:
         model: a SentenceTransformer.
         k_values: cut-offs of the metrics; as many documents as the greatest are retrieved.
-        served: see :func:`plan_served`; the embeddings are then scored in these forms too.
-        settings: those of :func:`search` and :func:`plan_search`.
+        served: see `plan_served`; the embeddings are then scored in these forms too.
+        settings: those of `search` and `plan_search`.
 
     Raises:
         ConfigError: settings that are out of range or do not fit the model or the data; before anything is encoded.
@@ -105,7 +105,7 @@ def search(
     Args:
         corpus: {document id: {"title", "text"}}.
         model_name: what the result calls the model.
-        similarity, settings: those of :func:`plan_search`, which is called first.
+        similarity, settings: those of `plan_search`, which is called first.
     """
     from contaccum.retrieval.searcher import FaissSearcher
 
@@ -157,7 +157,7 @@ def plan_search(
 def plan_served(
     dimension: int, dims: Sequence[int] | None, types: Sequence[str], rescore: int, metric: str
 ) -> dict[str, Any]:
-    """The ``served`` of :func:`evaluate_beir`: sizes times types, float32 of all dimensions first.
+    """The ``served`` of `evaluate_beir`: sizes times types, float32 of all dimensions first.
 
     Args:
         dims: the first so many numbers of an embedding, as a model trained with `matryoshka_dims` has them; None: all.
@@ -227,7 +227,7 @@ def score_served(
 
 
 class EvaluationSet(NamedTuple):
-    """One data set to score on: what :func:`load_data` takes, what tables call it, and where its record goes."""
+    """One data set to score on: what `load_data` takes, what tables call it, and where its record goes."""
 
     given: str
     label: str

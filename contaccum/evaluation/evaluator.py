@@ -22,7 +22,7 @@ class RetrievalEvaluator(SentenceEvaluator):
     """Scores a model on a BEIR data set, in memory, by exact search.
 
     Args:
-        dataset: what to score on; :func:`sample` makes smaller ones.
+        dataset: what to score on; `sample` makes smaller ones.
         metrics: `kind@k` in lower case, of the kinds ndcg, map, recall, p, mrr, accuracy.
         batch_size: texts encoded at once.
         similarity: "cos" or "dot"; None is the model's own.
@@ -34,10 +34,11 @@ class RetrievalEvaluator(SentenceEvaluator):
     Raises:
         ConfigError: an unknown metric.
 
-    Example::
-
+    Example:
+        ```python
         evaluator = RetrievalEvaluator(sample(load_beir_folder("scifact", "dev"), corpus=10_000))
         trainer = ContAccumTrainer(model=model, args=args, train_dataset=train_dataset, evaluator=evaluator)
+        ```
     """
 
     def __init__(

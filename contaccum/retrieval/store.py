@@ -40,7 +40,7 @@ _MEND = "name another --output, or start anew with --overwrite"
 
 @dataclass
 class Codes:
-    """n embeddings of d dimensions in a type of :data:`STORED`; rows that are asked for come as float32 (n, d).
+    """n embeddings of d dimensions in a type of `STORED`; rows that are asked for come as float32 (n, d).
 
     int8 counts 256 steps from the least to the greatest of each dimension, `ranges` (2, d), and stands for the middle
     of a step; a bit stands for its sign.
@@ -53,7 +53,7 @@ class Codes:
 
     @classmethod
     def of(cls, embeddings: np.ndarray, dtype: str) -> Codes:
-        """Embeddings (n, d) in that type, quantized by sentence-transformers; `ConfigError`: see :func:`check_bits`."""
+        """Embeddings (n, d) in that type, quantized by sentence-transformers; `ConfigError`: see `check_bits`."""
         if dtype in ("float32", "float16"):
             return cls(np.ascontiguousarray(embeddings, dtype=dtype), dtype, embeddings.shape)
         from sentence_transformers.util import quantize_embeddings
@@ -89,7 +89,7 @@ class EmbeddingStore:
 
     Attributes:
         about: the content of store.json.
-        shape, dtype: (N, d), and the type of the embeddings as they lie on disk, of :data:`STORED`.
+        shape, dtype: (N, d), and the type of the embeddings as they lie on disk, of `STORED`.
         similarity: "cos" or "dot", what the model's embeddings are compared by.
     """
 

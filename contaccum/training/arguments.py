@@ -73,7 +73,7 @@ def refuse_alone(settings: Any, needs: Mapping[str, str], others: Any = None) ->
 
 @dataclass
 class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
-    """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
+    """Arguments of `ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
     A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for every
     method: ``grad_cache`` and ``contaccum_cached`` turn them into one batch that is encoded a micro-batch at a time.
@@ -145,7 +145,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
             Distillation(*distillation)
 
     def loss_settings(self, model_similarity: str) -> dict[str, Any]:
-        """The arguments of :class:`BankedInfoNCE` and of distillation, for a model whose own similarity is given."""
+        """The arguments of `BankedInfoNCE` and of distillation, for a model whose own similarity is given."""
         settings = {name: getattr(self, name) for name in LOSS_SETTINGS}
         similarity = self.similarity or model_similarity
         return settings | {

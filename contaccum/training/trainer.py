@@ -52,15 +52,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     """Train a dense retriever by ``args.method``.
 
     Args:
-        model: a SentenceTransformer, a :class:`DualEncoder` for instance.
-        args: :class:`ContAccumTrainingArguments`.
+        model: a SentenceTransformer, a `DualEncoder` for instance.
+        args: `ContAccumTrainingArguments`.
         train_dataset: columns in order query, positive, then any number of negatives.
         loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
         data_record: what ``run.json`` says of the data beside the rows, a ``fingerprint`` of the texts at least (None:
             computed); ``TrainingData.record()`` for instance.
         mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
-        guide: for the loss that ``args.method`` names: says which texts are no negatives; see :class:`ContAccumLoss`.
-        Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a :class:`RetrievalEvaluator`.
+        guide: for the loss that ``args.method`` names: says which texts are no negatives; see `ContAccumLoss`.
+        Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a `RetrievalEvaluator`.
 
     Unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded as a query and the
     others as documents, with the model's prompts and lengths. Writes ``train_log.jsonl``, a line per update,
@@ -69,13 +69,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     Raises:
         ConfigError: for a data set or model that cannot work with the arguments.
 
-    Example::
-
-        args = ContAccumTrainingArguments(
-            output_dir="runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16, bank_size=512
-        )
-        trainer = ContAccumTrainer(model=model, args=args, train_dataset=train_dataset)
-        trainer.train()
+    Example:
+        ```python
+        args = ContAccumTrainingArguments("runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16)
+        ContAccumTrainer(model=model, args=args, train_dataset=train_dataset).train()
+        ```
     """
 
     training_args_class: Any = ContAccumTrainingArguments
