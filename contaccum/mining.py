@@ -75,8 +75,7 @@ def load_mining_data(
         source: training data in any format that `read_records` takes; or records in memory, mappings with "query" and
             "positive": a text, or a list of texts of which the first makes the pair.
         corpus: a file of passages, or a BEIR folder whose corpus it is; see `read_passages`.
-        data_format, split, columns, min_score: see `read_records`; of files.
-        texts: the corpus of records that name passages by id.
+        data_format, split, columns, min_score: see `read_records`; of files, as is `texts`, its `corpus`.
 
     Raises:
         ConfigError, DataError: data that cannot be used, or an empty pool.
