@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,24 @@ from contaccum.cli.options import SEARCH, Parser, load_model, positive, search_s
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable, write_json, write_text
 
+_NOT_OF_MTEB = ("run", "split", "dims", "quantize", "index", "index_parameters", "similarity", "precision")
+
 
 def run(argv: Sequence[str] | None = None) -> int:
     """`contaccum evaluate MODEL --data SET [SET ...] --output out.json`, or `--run R.trec` and one set; returns 0.
 
     One set: its record and run, out.json and out.trec. Several: out.NAME.json and out.NAME.trec of each, and their
-    table as out.json. The tables to read are out.md, and comparisons out.compare.json. Raises `UserError` for every
-    mistake in the arguments, the data or the model.
+    table as out.json. The tables to read are out.md, and comparisons out.compare.json. `--mteb TASK ...` in place of
+    --data writes the same of MTEB's tasks, and mteb's own files to out.mteb. Raises `UserError` for every mistake in
+    the arguments, the data or the model.
     """
     from contaccum.retrieval.store import STORED
 
     parser = Parser("evaluate", "Score a model on BEIR data with FAISS.", *SEARCH)
     add = parser.add_argument
-    add("--data", nargs="+", required=True, metavar="SET", help="BEIR folders, names of public sets, or beir for all")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", nargs="+", metavar="SET", help="BEIR folders, names of public sets, or beir for all")
+    what.add_argument("--mteb", nargs="+", metavar="TASK", help="MTEB's retrieval tasks or benchmarks, run by mteb")
     add("--split", help="default: test, and dev for msmarco")
     add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
     add("--compare", nargs="+", type=Path, default=[], metavar="EARLIER.json", help="by the first of --metrics")
@@ -36,8 +42,11 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     if args.run is not None and (args.dims or args.quantize):
         raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
+    for name in _NOT_OF_MTEB if args.mteb else ():
+        if getattr(args, name) != parser.get_default(name):
+            raise ConfigError(f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out")
     shown = metrics.check_metrics(args.metrics, args.k_values)
-    sets, previous, records = _score_sets(args, shown)
+    sets, previous, records = (_score_tasks if args.mteb else _score_sets)(args, shown)
     labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
     scores = {
         label: {query: values[shown[0]] for query, values in record.pop("per_query").items()}
@@ -63,7 +72,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
     """The sets of --data, what earlier results have of them, and their records, which are written."""
-    from contaccum.evaluation import beir, metrics, results, tables
+    from contaccum.evaluation import beir, results, tables
 
     sets = beir.evaluation_sets(args.data, args.output)
     if args.run is not None and len(sets) > 1:
@@ -90,17 +99,52 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
 
     records = []
     for one, about, plan in zip(sets, data, plans, strict=True):
-        # A single set was asked for now; of several, those that are done need not be done again.
-        record = results.read_result(one.output) if only is None and one.output.exists() else {}
-        names = record.get("metrics", {}).keys()
-        if names == set(metrics.metric_names(args.k_values)) and results.agrees(record, {**plan, "data": about}):
-            print(f"kept: {one.output} (same model, data and settings)")
-        else:
+        record = _kept(one.output, {**plan, "data": about}, args.k_values) if only is None else {}
+        if not record:
             result = score(only or beir.load_data(one.given, args.split, args.on_bad_record))
             results.write_result(result, one.output)
             record = result.record()
         records.append(record)
     return sets, previous, records
+
+
+def _kept(path: Path, plan: dict[str, Any], k_values: Sequence[int]) -> dict[str, Any]:
+    """The record at a path, where it is what the plan would give. A single set is asked for now, and none is kept."""
+    from contaccum.evaluation import metrics, results
+
+    record = results.read_result(path) if path.exists() else {}
+    if record.get("metrics", {}).keys() != set(metrics.metric_names(k_values)) or not results.agrees(record, plan):
+        return {}
+    print(f"kept: {path} (same model, data and settings)")
+    return record
+
+
+def _score_tasks(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
+    """As :func:`_score_sets`, of the tasks of --mteb."""
+    from contaccum.evaluation import beir, mteb_tasks, results, tables
+
+    tasks = mteb_tasks.find_tasks(args.mteb, args.output)
+    found = [pair for _, pairs in tasks for pair in pairs]
+    labels = {data["fingerprint"]: one.label for one, data in found}
+    previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
+    model = load_model(args.model, args)
+    plan = beir.plan_search(model, max(args.k_values), max(args.k_values))
+    plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
+    how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
+    folder, records = args.output.with_suffix(".mteb"), []
+    for task, pairs in tasks:
+        kept = (
+            [_kept(one.output, {**plan, "data": data}, args.k_values) for one, data in pairs]
+            if len(found) > 1
+            else [{}]
+        )
+        if not all(kept):
+            scored = mteb_tasks.run_task(model, task, pairs, plan, folder, args.k_values, **how)
+            for (one, _), result in zip(pairs, scored, strict=True):
+                results.write_result(result, one.output)
+            kept = [result.record() for result in scored]
+        records += kept
+    return [one for one, _ in found], previous, records
 
 
 def parse_scoring(parser: Parser, argv: Sequence[str] | None, output: Path, k_values: list[int]) -> argparse.Namespace:

@@ -257,6 +257,11 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
         if again := sets.keys() & found:
             raise ConfigError(f"--data: two sets are called {min(again)}; evaluate them apart")
         found |= sets
+    return place(found, output)
+
+
+def place(found: Mapping[str, str], output: Path) -> list[EvaluationSet]:
+    """Sets, {label: what is given for it}, with the records' places that :func:`evaluation_sets` names."""
     if len(found) == 1:
         return [EvaluationSet(item, label, output) for label, item in found.items()]
     names = {label: f".{label.replace('/', '-')}.json" for label in found}
