@@ -40,13 +40,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = parse_scoring(parser, argv, Path("results.json"), [1, 3, 5, 10, 20, 100, 1000])
     from contaccum.evaluation import metrics, tables
 
-    if args.run is not None and (args.dims or args.quantize):
-        raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
     for name in _NOT_OF_MTEB if args.mteb else ():
         if getattr(args, name) != parser.get_default(name):
             raise ConfigError(f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out")
+    if args.run is not None and (args.dims or args.quantize):
+        raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
     shown = metrics.check_metrics(args.metrics, args.k_values)
-    sets, previous, records = (_score_tasks if args.mteb else _score_sets)(args, shown)
+    sets, previous, records = _score_sets(args, shown)
     labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
     scores = {
         label: {query: values[shown[0]] for query, values in record.pop("per_query").items()}
@@ -71,20 +71,28 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
-    """The sets of --data, what earlier results have of them, and their records, which are written."""
-    from contaccum.evaluation import beir, results, tables
+    """The sets of --data or --mteb, what earlier results have of them, and their records, which are written."""
+    from contaccum.evaluation import beir, metrics, mteb_tasks, results, tables
 
-    sets = beir.evaluation_sets(args.data, args.output)
+    tasks = mteb_tasks.find_sets(args.mteb) if args.mteb else {}
+    sets = beir.evaluation_sets(args.data or [], args.output) or beir.place(dict.fromkeys(tasks, ""), args.output)
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
     # single one is held: BEIR's larger sets do not fit in memory together.
-    only = beir.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 else None
-    data = [beir.about_data(only or beir.load_data(one.given, args.split, args.on_bad_record)) for one in sets]
+    only = beir.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 and not tasks else None
+    data = [tasks[one.label].data for one in sets] if tasks else []
+    data = data or [beir.about_data(only or beir.load_data(one.given, args.split, args.on_bad_record)) for one in sets]
     labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
     previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
     score: Any
-    if args.run is None:
+    if tasks:
+        model, how = load_model(args.model, args), {"show_progress_bar": not args.no_progress}
+        plan = beir.plan_search(model, max(args.k_values), max(args.k_values))
+        plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
+        how["batch_size"], folder = args.batch_size, args.output.with_suffix(".mteb")
+        plans, score = [plan] * len(sets), mteb_tasks.scorer(model, tasks, plan, folder, args.k_values, **how)
+    elif args.run is None:
         model, settings = load_model(args.model, args), search_settings(args)
         plans = [beir.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
         settings |= {"model_name": args.model, "show_progress": not args.no_progress}
@@ -99,52 +107,17 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
 
     records = []
     for one, about, plan in zip(sets, data, plans, strict=True):
-        record = _kept(one.output, {**plan, "data": about}, args.k_values) if only is None else {}
-        if not record:
-            result = score(only or beir.load_data(one.given, args.split, args.on_bad_record))
+        # A single set was asked for now; of several, those that are done need not be done again.
+        record = results.read_result(one.output) if len(sets) > 1 and one.output.exists() else {}
+        names = record.get("metrics", {}).keys()
+        if names == set(metrics.metric_names(args.k_values)) and results.agrees(record, {**plan, "data": about}):
+            print(f"kept: {one.output} (same model, data and settings)")
+        else:
+            result = score(one.label if tasks else only or beir.load_data(one.given, args.split, args.on_bad_record))
             results.write_result(result, one.output)
             record = result.record()
         records.append(record)
     return sets, previous, records
-
-
-def _kept(path: Path, plan: dict[str, Any], k_values: Sequence[int]) -> dict[str, Any]:
-    """The record at a path, where it is what the plan would give. A single set is asked for now, and none is kept."""
-    from contaccum.evaluation import metrics, results
-
-    record = results.read_result(path) if path.exists() else {}
-    if record.get("metrics", {}).keys() != set(metrics.metric_names(k_values)) or not results.agrees(record, plan):
-        return {}
-    print(f"kept: {path} (same model, data and settings)")
-    return record
-
-
-def _score_tasks(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
-    """As :func:`_score_sets`, of the tasks of --mteb."""
-    from contaccum.evaluation import beir, mteb_tasks, results, tables
-
-    tasks = mteb_tasks.find_tasks(args.mteb, args.output)
-    found = [pair for _, pairs in tasks for pair in pairs]
-    labels = {data["fingerprint"]: one.label for one, data in found}
-    previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
-    model = load_model(args.model, args)
-    plan = beir.plan_search(model, max(args.k_values), max(args.k_values))
-    plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
-    how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
-    folder, records = args.output.with_suffix(".mteb"), []
-    for task, pairs in tasks:
-        kept = (
-            [_kept(one.output, {**plan, "data": data}, args.k_values) for one, data in pairs]
-            if len(found) > 1
-            else [{}]
-        )
-        if not all(kept):
-            scored = mteb_tasks.run_task(model, task, pairs, plan, folder, args.k_values, **how)
-            for (one, _), result in zip(pairs, scored, strict=True):
-                results.write_result(result, one.output)
-            kept = [result.record() for result in scored]
-        records += kept
-    return [one for one, _ in found], previous, records
 
 
 def parse_scoring(parser: Parser, argv: Sequence[str] | None, output: Path, k_values: list[int]) -> argparse.Namespace:

@@ -5,29 +5,28 @@ Added is what these lack: scores by query, for tables and for tests against earl
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from contaccum.errors import ConfigError, DataError
-from contaccum.evaluation.beir import EvaluationSet, place
 from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import EvaluationResult
 from contaccum.files import fingerprint, read_json
 
-SetData = tuple[EvaluationSet, dict[str, Any]]
-"""A set, and what its result says of the data."""
+
+class TaskSet(NamedTuple):
+    """What is scored on its own: a split and language of a task, or of a part of one that is a mean (CQADupStack's)."""
+
+    task: Any
+    part: Any
+    data: dict[str, Any]  # what a result says of it before it is loaded
 
 
-def find_tasks(names: Sequence[str], output: Path) -> list[tuple[Any, list[SetData]]]:
-    """The tasks that names of tasks or benchmarks stand for, and their sets: of most one, else by language or part.
-
-    Raises:
-        ConfigError: mteb is not installed, has no such name, or it is of no retrieval task.
-    """
+def find_sets(names: Sequence[str]) -> dict[str, TaskSet]:
+    """{label: set} of the tasks that names of tasks or benchmarks stand for; `ConfigError` where that cannot be."""
     if find_spec("mteb") is None:
         raise ConfigError("--mteb needs mteb (Python >= 3.11), which is not installed: pip install 'contaccum[mteb]'")
     import mteb
@@ -38,72 +37,63 @@ def find_tasks(names: Sequence[str], output: Path) -> list[tuple[Any, list[SetDa
         tasks = {task.metadata.name: task for name in names for task in benchmarks.get(name) or [mteb.get_task(name)]}
     except KeyError as error:
         raise ConfigError(f"--mteb: {error.args[0]}") from error
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for name, task in tasks.items():
-        parts = _parts(task).items()
-        if not all(isinstance(part, AbsTaskRetrieval) for _, part in parts):
+        parts = getattr(task, "tasks", [task])
+        if not all(isinstance(part, AbsTaskRetrieval) for part in parts):
             raise ConfigError(f"--mteb {name}: is no retrieval task; mteb's own command runs it")
-        cells = [(part, subset, split) for part, x in parts for subset in x.hf_subsets for split in x.eval_splits]
-        differ = [len(set(column)) > 1 for column in zip(*cells, strict=True)]
-        for cell in cells:
-            label = "/".join([name, *(word for word, differs in zip(cell, differ, strict=True) if differs)])
-            data = {
-                **dict(parts)[cell[0]].metadata.dataset,
-                **dict(zip(("task", "subset", "split"), cell, strict=True)),
-            }
-            found[label] = {**data, "name": label, "fingerprint": fingerprint("mteb", data)}
-    sets = [(one, found[one.label]) for one in place({label: data["task"] for label, data in found.items()}, output)]
-    of = {name: [pair for pair in sets if pair[0].label.partition("/")[0] == name] for name in tasks}
-    return [(task, of[name]) for name, task in tasks.items()]
+        cells = [(part, subset, split) for part in parts for subset in part.hf_subsets for split in part.eval_splits]
+        for part, subset, split in cells:
+            words = dict.fromkeys((name, part.metadata.name, subset, split))
+            label = "/".join(word for word in words if word != "default") if len(cells) > 1 else name
+            data = {**part.metadata.dataset, "name": label, "subset": subset, "split": split}
+            found[label] = TaskSet(task, part, data | {"fingerprint": fingerprint("mteb", data)})
+    return found
 
 
-def _parts(task: Any) -> dict[str, Any]:
-    """The tasks that an aggregate, such as CQADupStack's, is the mean of, by name; or the task itself."""
-    return {part.metadata.name: part for part in getattr(task, "tasks", [task])}
-
-
-def run_task(
-    model: Any,
-    task: Any,
-    sets: Sequence[SetData],
-    about: dict[str, Any],
-    folder: Path,
-    k_values: Sequence[int],
-    **how: Any,
-) -> list[EvaluationResult]:
-    """Have mteb evaluate a model on a task, and score what was found by query, for each of the task's sets.
+def scorer(
+    model: Any, sets: Mapping[str, TaskSet], about: Mapping[str, Any], folder: Path, k_values: Sequence[int], **how: Any
+) -> Callable[[str], EvaluationResult]:
+    """A function of a label, which has mteb run the task when the first of its sets is asked for.
 
     Args:
-        about: what results say of the model and how it was searched with; see :func:`plan_search`.
-        folder: where `mteb.ResultCache` finds mteb's result files.
+        about: what results say of the model and of how it was searched with; see :func:`plan_search`.
+        folder: where `mteb.ResultCache` finds mteb's own results.
         how: mteb's `encode_kwargs`.
     """
     import mteb
     from mteb.models import SentenceTransformerEncoderWrapper
 
-    encoder, parts = SentenceTransformerEncoderWrapper(model), _parts(task)
-    given = Path(about["model"]["name"]).expanduser()
-    if given.is_dir():  # all of these have one name and revision in mteb, which takes one's results for another's
+    encoder, given = SentenceTransformerEncoderWrapper(model), Path(about["model"]["name"]).expanduser()
+    if given.is_dir():  # mteb has one name and revision for all of these, and would take one's results for another's
         names = {"name": "/".join(given.resolve().parts[-2:]), "revision": about["model"]["fingerprint"]}
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=names)
-    with TemporaryDirectory() as found:
+    done: dict[str, EvaluationResult] = {}
+
+    def score(label: str) -> EvaluationResult:
+        if label in done:
+            return done.pop(label)
+        task = sets[label].task
+        ours = {label: one for label, one in sets.items() if one.task is task}
+        parts = {one.part.metadata.name: one.part for one in ours.values()}.values()
         try:
-            for part in parts.values():
+            for part in parts:
                 part.load_data()
         except Exception as error:  # the hub's, the network's and Arrow's own have no common ancestor
             raise DataError(f"{task.metadata.name}: mteb cannot load its data ({str(error)[:300]})") from error
-        cache = mteb.ResultCache(folder)
-        settings: Any = {"overwrite_strategy": "always", "co2_tracker": False, "prediction_folder": found}
-        mteb.evaluate(encoder, task, cache=cache, encode_kwargs=how, **settings)
-        runs = {name: read_json(os.path.join(found, part.prediction_file_name)) for name, part in parts.items()}
-    results = []
-    for one, data in sets:
-        part, subset, split = parts[one.given], data["subset"], data["split"]
-        held, run = part.dataset[subset][split], runs[one.given][subset][split]
-        qrels = dict(sorted(held["relevant_docs"].items()))  # mteb has them in any order
-        metrics, per_query = score_run(qrels, run, k_values, part.ignore_identical_ids)
-        counts = {"documents": len(held["corpus"]), "queries": len(qrels), "judgements": sum(map(len, qrels.values()))}
-        results.append(EvaluationResult(metrics, per_query, run, data | counts, **about))
-    for part in parts.values():
-        part.unload_data()
-    return results
+        with TemporaryDirectory() as found:
+            settings: Any = {"overwrite_strategy": "always", "co2_tracker": False, "prediction_folder": found}
+            mteb.evaluate(encoder, task, cache=mteb.ResultCache(folder), encode_kwargs=how, **settings)
+            for name, (_, part, data) in ours.items():
+                hits = read_json(Path(found) / part.prediction_file_name)[data["subset"]][data["split"]]
+                texts = part.dataset[data["subset"]][data["split"]]
+                qrels = dict(sorted(texts["relevant_docs"].items()))  # mteb has them in any order
+                metrics, per_query = score_run(qrels, hits, k_values, part.ignore_identical_ids)
+                counts = {"documents": len(texts["corpus"]), "queries": len(qrels)}
+                counts["judgements"] = sum(map(len, qrels.values()))
+                done[name] = EvaluationResult(metrics, per_query, hits, data | counts, **about)
+        for part in parts:
+            part.unload_data()
+        return done.pop(label)
+
+    return score

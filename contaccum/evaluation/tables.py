@@ -48,8 +48,8 @@ def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any
     for name, parts in groups.items():
         if len(parts) > 1:
             sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
-            about = {"split": parts[0]["split"], **sums, "metrics": mean_metrics(parts)}
-            means.append({"name": name, **about, "parts": parts})
+            mean = {"name": name, "split": parts[0]["split"], **sums, "metrics": mean_metrics(parts), "parts": parts}
+            means.append(mean)
     return [*(parts[0] for parts in groups.values() if len(parts) == 1), *means]
 
 

@@ -24,7 +24,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments, name_of, op
 
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder
-    from contaccum.evaluation.evaluator import RetrievalEvaluator
+    from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator
     from contaccum.mining import MiningData
 
 
@@ -71,7 +71,7 @@ class DataArguments:
     negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
     missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
     on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
-    eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
+    eval_data: str | None = option(None, "A BEIR folder, the name of a public set, or nanobeir, to evaluate on.")
     eval_split: str = option("dev", "Of eval_data: which judgements.")
     eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
     eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
@@ -82,6 +82,12 @@ class DataArguments:
         names = ("split", "num_hard_negatives", "positives", "negatives_from", "missing_negatives", "data_format")
         common = {name: getattr(self, name) for name in names}
         return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
+
+    @property
+    def nanobeir(self) -> list[str] | None:
+        """Where eval_data is `nanobeir`, or `nanobeir/scifact,nq`: the names of sets, none for all."""
+        name, _, sets = str(self.eval_data).partition("/")
+        return sets.split(",") if name == "nanobeir" and sets else [] if name == "nanobeir" else None
 
     @property
     def is_one_path(self) -> bool:
@@ -144,6 +150,9 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
             and not data.is_one_path,
             f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
                 (data.eval_data is not None) != evaluates
+            ),
+            "eval_queries and eval_corpus_size with eval_data=nanobeir, which is small already: drop them": (
+                data.nanobeir is not None and (data.eval_queries or data.eval_corpus_size)
             ),
         }
     )
@@ -215,13 +224,16 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
     return load_mining_data(data.train_data[0], args.refresh_corpus, **how)
 
 
-def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator | None:
+def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator | NanoBEIR | None:
     """The evaluator that the arguments ask for; raises `DataError` for data that cannot be used."""
     if data.eval_data is None:
         return None
     from contaccum.evaluation.beir import load_data as load_beir
-    from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+    from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 
+    how: Any = {"batch_size": args.per_device_eval_batch_size, "similarity": args.similarity}
+    if data.nanobeir is not None:
+        return NanoBEIR(data.nanobeir, **how)
     bad: Any = data.on_bad_record  # one of the choices
     whole = load_beir(data.eval_data, data.eval_split, bad)
     dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
@@ -231,10 +243,9 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     return RetrievalEvaluator(
         dataset,
         tuple(dict.fromkeys((*DEFAULT_METRICS, *chosen))),
-        batch_size=args.per_device_eval_batch_size,
-        similarity=args.similarity,  # type: ignore[arg-type]  # checked by the arguments
         primary_metric=chosen[0] if chosen else None,
         about=about,
+        **how,
     )
 
 
