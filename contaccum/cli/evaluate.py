@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
@@ -34,17 +37,21 @@ def run(argv: Sequence[str] | None = None) -> int:
     add("--split", help="default: test, and dev for msmarco")
     add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
     add("--compare", nargs="+", type=Path, default=[], metavar="EARLIER.json", help="by the first of --metrics")
+    add("--update_card", action="store_true", help="put the figures into the card, README.md, of a MODEL's folder")
     add("--dims", nargs="+", type=positive, metavar="D", help="score the first so many numbers of embeddings too")
     add("--quantize", nargs="+", choices=STORED, metavar="TYPE", help=f"score these types too: {', '.join(STORED)}")
     add("--rescore", type=positive, default=4, metavar="N", help="of binary, find N times the results, and score these")
     args = parse_scoring(parser, argv, Path("results.json"), [1, 3, 5, 10, 20, 100, 1000])
-    from contaccum.evaluation import metrics, tables
+    from contaccum.evaluation import metrics, results, tables
 
     for name in _NOT_OF_MTEB if args.mteb else ():
         if getattr(args, name) != parser.get_default(name):
             raise ConfigError(f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out")
     if args.run is not None and (args.dims or args.quantize):
         raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
+    card = Path(args.model or "").expanduser() / "README.md"
+    if args.update_card and not (args.model and card.is_file()):
+        raise ConfigError(f"--update_card: {args.model or args.run} is no folder with a model card, README.md")
     shown = metrics.check_metrics(args.metrics, args.k_values)
     sets, previous, records = _score_sets(args, shown)
     labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
@@ -65,6 +72,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
     write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
+    if args.update_card:  # without what an absolute path says of this machine
+        words = [Path(word).name if os.path.isabs(word) else word for word in (sys.argv[1:] if argv is None else argv)]
+        results.update_card(card, rows, shown, f"contaccum evaluate {shlex.join(words)}", parts[0])
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
     return 0
