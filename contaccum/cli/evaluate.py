@@ -74,7 +74,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
     if args.update_card:  # without what an absolute path says of this machine
         words = [Path(word).name if os.path.isabs(word) else word for word in (sys.argv[1:] if argv is None else argv)]
-        results.update_card(card, rows, shown, f"contaccum evaluate {shlex.join(words)}", parts[0])
+        section = f"## Retrieval\n\n{parts[0]}\n\nBy `contaccum evaluate {shlex.join(words)}`."
+        results.update_card(card, rows, shown, section)
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
     return 0
@@ -84,24 +85,25 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
     """The sets of --data or --mteb, what earlier results have of them, and their records, which are written."""
     from contaccum.evaluation import beir, metrics, mteb_tasks, results, tables
 
-    tasks = mteb_tasks.find_sets(args.mteb) if args.mteb else {}
+    tasks = mteb_tasks.find_tasks(args.mteb) if args.mteb else {}
     sets = beir.evaluation_sets(args.data or [], args.output) or beir.place(dict.fromkeys(tasks, ""), args.output)
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
     # single one is held: BEIR's larger sets do not fit in memory together.
     only = beir.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 and not tasks else None
-    data = [tasks[one.label].data for one in sets] if tasks else []
+    data = [mteb_tasks.about_task(task) for task in tasks.values()]
     data = data or [beir.about_data(only or beir.load_data(one.given, args.split, args.on_bad_record)) for one in sets]
     labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
     previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
     score: Any
     if tasks:
-        model, how = load_model(args.model, args), {"show_progress_bar": not args.no_progress}
-        plan = beir.plan_search(model, max(args.k_values), max(args.k_values))
+        model, deepest = load_model(args.model, args), max(args.k_values)
+        plan = beir.plan_search(model, deepest, deepest)
         plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
-        how["batch_size"], folder = args.batch_size, args.output.with_suffix(".mteb")
-        plans, score = [plan] * len(sets), mteb_tasks.scorer(model, tasks, plan, folder, args.k_values, **how)
+        how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
+        at = {"folder": args.output.with_suffix(".mteb"), "k_values": args.k_values}
+        plans, score = [plan] * len(sets), partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at)
     elif args.run is None:
         model, settings = load_model(args.model, args), search_settings(args)
         plans = [beir.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
@@ -123,7 +125,8 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
         if names == set(metrics.metric_names(args.k_values)) and results.agrees(record, {**plan, "data": about}):
             print(f"kept: {one.output} (same model, data and settings)")
         else:
-            result = score(one.label if tasks else only or beir.load_data(one.given, args.split, args.on_bad_record))
+            task = tasks.get(one.label)
+            result = score(task or only or beir.load_data(one.given, args.split, args.on_bad_record))
             results.write_result(result, one.output)
             record = result.record()
         records.append(record)

@@ -38,19 +38,17 @@ def _shown(cell: Any) -> str:
 
 
 def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row for each set, from its record; parts, as `cqadupstack/android`, are one row, in which each counts alike."""
-    groups: dict[str, list[Row]] = {}
+    """A row for each set, from its record; the twelve parts of CQADupStack are one, in which each counts alike."""
+    rows: list[Row] = []
     for one, record in zip(sets, records, strict=True):
         about = {key: record["data"][key] for key in ("split", "queries", "documents")}
-        row = {"name": one.label, **about, "file": one.output.name, "metrics": record["metrics"]}
-        groups.setdefault(one.label.partition("/")[0], []).append(row)
-    means: list[Row] = []
-    for name, parts in groups.items():
-        if len(parts) > 1:
-            sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
-            mean = {"name": name, "split": parts[0]["split"], **sums, "metrics": mean_metrics(parts), "parts": parts}
-            means.append(mean)
-    return [*(parts[0] for parts in groups.values() if len(parts) == 1), *means]
+        rows.append({"name": one.label, **about, "file": one.output.name, "metrics": record["metrics"]})
+    parts = [row for row in rows if row["name"].startswith("cqadupstack/")]
+    if not parts:
+        return rows
+    sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
+    mean = {"name": "cqadupstack", "split": parts[0]["split"], **sums, "metrics": mean_metrics(parts), "parts": parts}
+    return [*(row for row in rows if row not in parts), mean]
 
 
 def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:

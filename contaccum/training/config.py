@@ -84,12 +84,6 @@ class DataArguments:
         return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
 
     @property
-    def nanobeir(self) -> list[str] | None:
-        """Where eval_data is `nanobeir`, or `nanobeir/scifact,nq`: the names of sets, none for all."""
-        name, _, sets = str(self.eval_data).partition("/")
-        return sets.split(",") if name == "nanobeir" and sets else [] if name == "nanobeir" else None
-
-    @property
     def is_one_path(self) -> bool:
         """Whether there is one training set, of which nothing is said but where it is."""
         return len(self.train_data) == 1 and not self.train_data[0].lstrip().startswith("{")
@@ -152,7 +146,7 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
                 (data.eval_data is not None) != evaluates
             ),
             "eval_queries and eval_corpus_size with eval_data=nanobeir, which is small already: drop them": (
-                data.nanobeir is not None and (data.eval_queries or data.eval_corpus_size)
+                str(data.eval_data).split("/")[0] == "nanobeir" and (data.eval_queries or data.eval_corpus_size)
             ),
         }
     )
@@ -232,8 +226,9 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 
     how: Any = {"batch_size": args.per_device_eval_batch_size, "similarity": args.similarity}
-    if data.nanobeir is not None:
-        return NanoBEIR(data.nanobeir, **how)
+    name, *sets = data.eval_data.split("/")
+    if name == "nanobeir":
+        return NanoBEIR(sets[0].split(",") if sets else [], **how)
     bad: Any = data.on_bad_record  # one of the choices
     whole = load_beir(data.eval_data, data.eval_split, bad)
     dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
