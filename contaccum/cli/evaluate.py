@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +16,42 @@ from contaccum.cli.options import SEARCH, Parser, load_model, positive, search_s
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable, write_json, write_text
 
+_NOT_OF_MTEB = ("run", "split", "dims", "quantize", "index", "index_parameters", "similarity", "precision")
+
 
 def run(argv: Sequence[str] | None = None) -> int:
     """`contaccum evaluate MODEL --data SET [SET ...] --output out.json`, or `--run R.trec` and one set; returns 0.
 
     One set: its record and run, out.json and out.trec. Several: out.NAME.json and out.NAME.trec of each, and their
-    table as out.json. The tables to read are out.md, and comparisons out.compare.json. Raises `UserError` for every
-    mistake in the arguments, the data or the model.
+    table as out.json. The tables to read are out.md, and comparisons out.compare.json. `--mteb TASK ...` in place of
+    --data writes the same of MTEB's tasks, and mteb's own files to out.mteb. Raises `UserError` for every mistake in
+    the arguments, the data or the model.
     """
     from contaccum.retrieval.store import STORED
 
     parser = Parser("evaluate", "Score a model on BEIR data with FAISS.", *SEARCH)
     add = parser.add_argument
-    add("--data", nargs="+", required=True, metavar="SET", help="BEIR folders, names of public sets, or beir for all")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", nargs="+", metavar="SET", help="BEIR folders, names of public sets, or beir for all")
+    what.add_argument("--mteb", nargs="+", metavar="TASK", help="MTEB's retrieval tasks or benchmarks, run by mteb")
     add("--split", help="default: test, and dev for msmarco")
     add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
     add("--compare", nargs="+", type=Path, default=[], metavar="EARLIER.json", help="by the first of --metrics")
+    add("--update_card", action="store_true", help="put the figures into the card, README.md, of a MODEL's folder")
     add("--dims", nargs="+", type=positive, metavar="D", help="score the first so many numbers of embeddings too")
     add("--quantize", nargs="+", choices=STORED, metavar="TYPE", help=f"score these types too: {', '.join(STORED)}")
     add("--rescore", type=positive, default=4, metavar="N", help="of binary, find N times the results, and score these")
     args = parse_scoring(parser, argv, Path("results.json"), [1, 3, 5, 10, 20, 100, 1000])
-    from contaccum.evaluation import metrics, tables
+    from contaccum.evaluation import metrics, results, tables
 
+    for name in _NOT_OF_MTEB if args.mteb else ():
+        if getattr(args, name) != parser.get_default(name):
+            raise ConfigError(f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out")
     if args.run is not None and (args.dims or args.quantize):
         raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
+    card = Path(args.model or "").expanduser() / "README.md"
+    if args.update_card and not (args.model and card.is_file()):
+        raise ConfigError(f"--update_card: {args.model or args.run} is no folder with a model card, README.md")
     shown = metrics.check_metrics(args.metrics, args.k_values)
     sets, previous, records = _score_sets(args, shown)
     labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
@@ -56,26 +72,39 @@ def run(argv: Sequence[str] | None = None) -> int:
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
     write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
+    if args.update_card:  # without what an absolute path says of this machine
+        words = [Path(word).name if os.path.isabs(word) else word for word in (sys.argv[1:] if argv is None else argv)]
+        section = f"## Retrieval\n\n{parts[0]}\n\nBy `contaccum evaluate {shlex.join(words)}`."
+        results.update_card(card, rows, shown, section)
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
     return 0
 
 
 def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
-    """The sets of --data, what earlier results have of them, and their records, which are written."""
-    from contaccum.evaluation import beir, metrics, results, tables
+    """The sets of --data or --mteb, what earlier results have of them, and their records, which are written."""
+    from contaccum.evaluation import beir, metrics, mteb_tasks, results, tables
 
-    sets = beir.evaluation_sets(args.data, args.output)
+    tasks = mteb_tasks.find_tasks(args.mteb) if args.mteb else {}
+    sets = beir.evaluation_sets(args.data or [], args.output) or beir.place(dict.fromkeys(tasks, ""), args.output)
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
     # single one is held: BEIR's larger sets do not fit in memory together.
-    only = beir.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 else None
-    data = [beir.about_data(only or beir.load_data(one.given, args.split, args.on_bad_record)) for one in sets]
+    only = beir.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 and not tasks else None
+    data = [mteb_tasks.about_task(task) for task in tasks.values()]
+    data = data or [beir.about_data(only or beir.load_data(one.given, args.split, args.on_bad_record)) for one in sets]
     labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
     previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
     score: Any
-    if args.run is None:
+    if tasks:
+        model, deepest = load_model(args.model, args), max(args.k_values)
+        plan = beir.plan_search(model, deepest, deepest)
+        plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
+        how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
+        at = {"folder": args.output.with_suffix(".mteb"), "k_values": args.k_values}
+        plans, score = [plan] * len(sets), partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at)
+    elif args.run is None:
         model, settings = load_model(args.model, args), search_settings(args)
         plans = [beir.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
         settings |= {"model_name": args.model, "show_progress": not args.no_progress}
@@ -91,12 +120,13 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
     records = []
     for one, about, plan in zip(sets, data, plans, strict=True):
         # A single set was asked for now; of several, those that are done need not be done again.
-        record = results.read_result(one.output) if only is None and one.output.exists() else {}
+        record = results.read_result(one.output) if len(sets) > 1 and one.output.exists() else {}
         names = record.get("metrics", {}).keys()
         if names == set(metrics.metric_names(args.k_values)) and results.agrees(record, {**plan, "data": about}):
             print(f"kept: {one.output} (same model, data and settings)")
         else:
-            result = score(only or beir.load_data(one.given, args.split, args.on_bad_record))
+            task = tasks.get(one.label)
+            result = score(task or only or beir.load_data(one.given, args.split, args.on_bad_record))
             results.write_result(result, one.output)
             record = result.record()
         records.append(record)

@@ -8,7 +8,9 @@ encoded here.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,8 +20,8 @@ from typing import Any, TypeVar
 
 from contaccum.data import records
 from contaccum.data.records import Fault, OnBadRecord, RecordReport, one_line, passage_text, quoted, text_of
-from contaccum.errors import DataError, closest
-from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json
+from contaccum.errors import DataError, UserError, closest
+from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
 _HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
@@ -160,9 +162,22 @@ ARCHIVE_MD5, CQADUPSTACK_FORUMS = _PUBLIC["md5"], _PUBLIC["cqadupstack"]
 PUBLIC_NAMES = tuple(ARCHIVE_MD5)
 
 
+_IR = "ir_datasets:"
+
+
+def set_name(given: str) -> str:
+    """What tables call the set that a folder or a name stands for."""
+    return given[len(_IR) :].replace("/", "-") if given.startswith(_IR) else os.path.basename(os.path.abspath(given))
+
+
 def default_split(name_or_path: AnyPath) -> str:
-    """The split that published scores are of: "dev" of MS MARCO, whose test split has 43 queries, "test" elsewhere."""
-    return "dev" if os.path.basename(os.path.abspath(name_or_path)) == "msmarco" else "test"
+    """The split that published scores are of: "dev" of MS MARCO, whose test split has 43 queries, "test" elsewhere.
+
+    An id of ir_datasets names its split: its last part.
+    """
+    if str(name_or_path).startswith(_IR):
+        return str(name_or_path).removeprefix(_IR).rpartition("/")[2]
+    return "dev" if set_name(os.fspath(name_or_path)) == "msmarco" else "test"
 
 
 def shipped_scifact() -> Path:
@@ -173,7 +188,8 @@ def shipped_scifact() -> Path:
 def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """The folder that `name_or_path` is, or that holds the public set of that name, which is fetched if need be.
 
-    `cqadupstack/FORUM` names one of the twelve parts of CQADupStack. A folder is preferred to a set of its name.
+    `cqadupstack/FORUM` names one of the twelve parts of CQADupStack, `ORG/NAME` one on the hub with parts corpus,
+    queries and qrels, `ir_datasets:ID` one of that library. A folder is preferred to a set of its name.
 
     Raises:
         DataError: neither a folder nor a known name, a set that could not be fetched, or a folder without corpus,
@@ -184,19 +200,80 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
         given = str(name_or_path)
         names = [name for name in PUBLIC_NAMES if name != "cqadupstack"]
         names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-        if given not in names:
+        if given.startswith(_IR):
+            folder = _take_over(given, default_split(given), f"{given}: not a set that ir_datasets gives")
+        elif given not in names:
             # The last part of a mistyped path is what a name would have been.
             hint = closest(Path(given.lower()).name, names) or f"; names are {', '.join(names)}"
-            raise DataError(one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}"))
-        name, _, forum = given.partition("/")
-        folder = cache_folder("beir", name)
-        if not folder.is_dir():
-            _fetch(name, folder)
-        folder = folder / forum
+            what = one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}")
+            if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", given):
+                raise DataError(what)
+            folder = _take_over(given, split, f"{what}; nor a set on the hub")
+        else:
+            name, _, forum = given.partition("/")
+            folder = cache_folder("beir", name)
+            if not folder.is_dir():
+                _fetch(name, folder)
+            folder = folder / forum
     for part in ("corpus.jsonl", "queries.jsonl"):
         beir_file(folder, part)
     split_file(folder, split)
     return folder
+
+
+def _take_over(given: str, split: str, what: str) -> Path:
+    """A split of a set that another library has, as a BEIR folder in the cache; or `DataError`, which says ``what``."""
+    folder = cache_folder("sets", re.sub("[:/]", "-", given), split, set_name(given))
+    if folder.is_dir():
+        return folder
+    try:
+        corpus, queries, qrels = _ir_set(given) if given.startswith(_IR) else _hub_set(given, split)
+        with atomic_folder(folder) as part:
+            (part / "qrels").mkdir()
+            for name, rows in (("corpus", corpus), ("queries", queries)):
+                write_text(part / f"{name}.jsonl", (json.dumps(row) + "\n" for row in rows))
+            write_text(part / "qrels" / f"{split}.tsv", ("\t".join(map(str, row)) + "\n" for row in qrels))
+    except UserError:
+        raise
+    except Exception as error:  # the hub's, the network's and the libraries' own have no common ancestor
+        raise DataError(one_line(f"{what}: {str(error)[:300]}")) from error
+    return folder
+
+
+def _hub_set(name: str, split: str) -> tuple[Iterator[Any], ...]:
+    """Documents, queries, judgements: parts corpus, queries and qrels (or default, or of BeIR all of NAME-qrels)."""
+    import datasets
+    from huggingface_hub import HfApi
+
+    HfApi().dataset_info(name, timeout=5)  # datasets asks for half a minute where there is no network
+    parts = datasets.get_dataset_config_names(name)
+
+    def texts(part: str) -> Iterator[dict[str, Any]]:
+        splits = datasets.load_dataset(name, part)
+        for row in splits[split if split in splits else min(splits)]:
+            yield {"_id": row.get("_id", row.get("id")), "title": row.get("title"), "text": row["text"]}
+
+    where = next(((name, part) for part in ("qrels", "default") if part in parts), (f"{name}-qrels",))
+    judged = datasets.load_dataset(*where, split=split)
+    qrels = ((row["query-id"], row["corpus-id"], int(row.get("score", 1))) for row in judged)
+    return texts("corpus"), texts("queries"), qrels
+
+
+def _ir_set(given: str) -> tuple[Iterator[Any], ...]:
+    try:
+        import ir_datasets
+    except ImportError as error:
+        mend = "needs ir_datasets, which is not installed: pip install 'contaccum[ir_datasets]'"
+        raise DataError(f"{given}: {mend}") from error
+    found = ir_datasets.load(given.removeprefix(_IR))
+
+    def parted(doc: Any) -> dict[str, str]:  # of the formats that have no title, the library knows what the text is
+        titled = hasattr(doc, "title") and hasattr(doc, "text")
+        return {"title": doc.title, "text": doc.text} if titled else {"text": doc.default_text()}
+
+    corpus = ({"_id": doc.doc_id, **parted(doc)} for doc in found.docs_iter())
+    queries = ({"_id": query.query_id, "text": query.default_text()} for query in found.queries_iter())
+    return corpus, queries, ((x.query_id, x.doc_id, x.relevance) for x in found.qrels_iter())
 
 
 def _fetch(name: str, folder: Path) -> None:

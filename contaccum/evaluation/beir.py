@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split
-from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data
+from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data, set_name
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, paired_bootstrap, score_run, trec_order
 from contaccum.evaluation.results import EvaluationResult, Run
@@ -249,7 +249,7 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
     for item in given:
         folder = os.path.expanduser(item)
         parts = {f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS}
-        sets = {os.path.basename(os.path.abspath(folder)): item}  # "." has a name too
+        sets = {set_name(folder): item}  # "." has a name too
         if all(map(is_beir_folder, parts.values())):
             sets = parts
         elif item == "cqadupstack":
@@ -257,6 +257,11 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
         if again := sets.keys() & found:
             raise ConfigError(f"--data: two sets are called {min(again)}; evaluate them apart")
         found |= sets
+    return place(found, output)
+
+
+def place(found: Mapping[str, str], output: Path) -> list[EvaluationSet]:
+    """Sets, {label: what is given for it}, with the records' places that :func:`evaluation_sets` names."""
     if len(found) == 1:
         return [EvaluationSet(item, label, output) for label, item in found.items()]
     names = {label: f".{label.replace('/', '-')}.json" for label in found}

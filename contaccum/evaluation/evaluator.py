@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
+from sentence_transformers.sentence_transformer.evaluation import NanoBEIREvaluator, SentenceEvaluator
+from sentence_transformers.util import cos_sim, dot_score
 
 from contaccum.data import BeirDataset
+from contaccum.errors import DataError
 from contaccum.evaluation.beir import about_data
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric, score_run
 
@@ -78,6 +80,34 @@ class RetrievalEvaluator(SentenceEvaluator):
 
     def get_config_dict(self) -> dict[str, Any]:
         return {key: value for key, value in self.describe().items() if key != "path"}
+
+
+class NanoBEIR(NanoBEIREvaluator):
+    """sentence-transformers' own; its means over the sets have the names of :data:`DEFAULT_METRICS` too.
+
+    ``names`` are those of sets, such as "scifact", none for all thirteen; the others are as of RetrievalEvaluator.
+    Raises `DataError` where there is no such set, or it cannot be had from the hub.
+    """
+
+    metrics = DEFAULT_METRICS
+
+    def __init__(self, names: Sequence[str], batch_size: int = 32, similarity: str | None = None) -> None:
+        functions: Any = {None: None, "cos": {"cosine": cos_sim}, "dot": {"dot": dot_score}}[similarity]
+        how: Any = {"accuracy_at_k": [1, 20], "precision_recall_at_k": [20, 100], "score_functions": functions}
+        try:
+            super().__init__(list(names) or None, batch_size=batch_size, write_csv=False, **how)
+        except ValueError as error:
+            raise DataError(f"nanobeir: {error} ({error.__cause__ or 'name others'})") from error
+        self.primary_metric: Any = self.metrics[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        scores = super().__call__(*args, **kwargs)
+        means = {key.rpartition("_")[2]: score for key, score in scores.items() if key.startswith(f"{self.name}_")}
+        self.primary_metric = self.metrics[0]  # which the library has given a prefix
+        return scores | {name: means[name] for name in self.metrics}
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "nanobeir", **self.get_config_dict()}
 
 
 def sample(dataset: BeirDataset, queries: int | None = None, corpus: int | None = None) -> BeirDataset:

@@ -32,12 +32,14 @@ def score_run(
     qrels: Mapping[str, Mapping[str, int]],
     run: Mapping[str, Mapping[str, float]],
     k_values: Sequence[int] = DEFAULT_K_VALUES,
+    ignore_identical_ids: bool = True,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Score a run {query id: {document id: score}}; returns means over the judged queries, and the same per query.
 
     Metrics are named as BEIR prints them: NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k, MRR@k for every k. A document
-    with its query's id is ignored, as in BEIR. Queries without judgements are ignored; judged queries that the run
-    does not have count as zero, so that a run cannot gain by leaving hard queries out (pytrec_eval alone skips them).
+    with its query's id is ignored, as in BEIR, unless `ignore_identical_ids` is False. Queries without judgements are
+    ignored; judged queries that the run does not have count as zero, so that a run cannot gain by leaving hard queries
+    out (pytrec_eval alone skips them).
 
     Raises:
         ConfigError: k < 1.
@@ -49,7 +51,9 @@ def score_run(
     judged = {qid: {docid: int(grade) for docid, grade in grades.items()} for qid, grades in qrels.items() if grades}
     if not judged:
         raise DataError("the relevance judgements (qrels) are empty: there is nothing to score a run against")
-    scored = {qid: {docid: float(score) for docid, score in run.get(qid, {}).items() if docid != qid} for qid in judged}
+    scored = {qid: {docid: float(score) for docid, score in run.get(qid, {}).items()} for qid in judged}
+    for qid in judged if ignore_identical_ids else ():
+        scored[qid].pop(qid, None)
     cuts = ",".join(map(str, k_values))
     measures = {f"{measure}.{cuts}" for measure in _TREC_MEASURES.values()} | {"recip_rank"}
     trec = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(scored)

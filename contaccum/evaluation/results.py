@@ -100,6 +100,24 @@ def result_files(path: Path) -> list[Path]:
     return [path.parent / Path(part["file"]).name for part in parts]  # the name alone: only what lies beside it
 
 
+def update_card(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], section: str) -> None:
+    """Put the metrics ``names`` of a table's rows into a model card's metadata, in place of those of the same data and
+    metrics, and a section about them at its end, in place of the one of before."""
+    from huggingface_hub import EvalResult, ModelCard
+
+    card, found = ModelCard.load(path), []
+    for row, name in ((row, name) for row in rows for name in names):
+        about = {"dataset_type": row["name"], "dataset_name": row["name"], "dataset_split": row["split"]}
+        about |= {"task_type": "information-retrieval", "task_name": "Information Retrieval"}
+        metric = {"metric_type": name.lower(), "metric_name": name, "metric_value": row["metrics"][name]}
+        found.append(EvalResult(**about, **metric))
+    old = [one for one in card.data.eval_results or [] if not any(map(one.is_equal_except_value, found))]
+    card.data.eval_results, card.data.model_name = old + found, card.data.model_name or path.resolve().parent.name
+    rest = re.sub(r"\n*<!-- contaccum evaluate -->.*?<!-- until here -->\n", "\n", card.text, flags=re.DOTALL)
+    card.text = f"{rest.rstrip()}\n\n<!-- contaccum evaluate -->\n{section}\n<!-- until here -->\n"
+    write_text(path, redact(str(card)))
+
+
 def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     """Whether a record says all that a plan says, in nested dicts too; it may say more."""
     return all(

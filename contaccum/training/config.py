@@ -24,7 +24,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments, name_of, op
 
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder
-    from contaccum.evaluation.evaluator import RetrievalEvaluator
+    from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator
     from contaccum.mining import MiningData
 
 
@@ -71,7 +71,7 @@ class DataArguments:
     negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
     missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
     on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
-    eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
+    eval_data: str | None = option(None, "A BEIR folder, the name of a public set, or nanobeir, to evaluate on.")
     eval_split: str = option("dev", "Of eval_data: which judgements.")
     eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
     eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
@@ -145,6 +145,9 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
             f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
                 (data.eval_data is not None) != evaluates
             ),
+            "eval_queries and eval_corpus_size with eval_data=nanobeir, which is small already: drop them": (
+                str(data.eval_data).split("/")[0] == "nanobeir" and (data.eval_queries or data.eval_corpus_size)
+            ),
         }
     )
     refuse_alone(args, dict.fromkeys(("guide_margin", "guide_margin_strategy"), "guide"), model)
@@ -216,13 +219,17 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
     return load_mining_data(one["path"], args.refresh_corpus, **how)
 
 
-def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator | None:
+def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator | NanoBEIR | None:
     """The evaluator that the arguments ask for; raises `DataError` for data that cannot be used."""
     if data.eval_data is None:
         return None
     from contaccum.evaluation.beir import load_data as load_beir
-    from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+    from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 
+    how: Any = {"batch_size": args.per_device_eval_batch_size, "similarity": args.similarity}
+    name, *sets = data.eval_data.split("/")
+    if name == "nanobeir":
+        return NanoBEIR(sets[0].split(",") if sets else [], **how)
     bad: Any = data.on_bad_record  # one of the choices
     whole = load_beir(data.eval_data, data.eval_split, bad)
     dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
@@ -232,10 +239,9 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     return RetrievalEvaluator(
         dataset,
         tuple(dict.fromkeys((*DEFAULT_METRICS, *chosen))),
-        batch_size=args.per_device_eval_batch_size,
-        similarity=args.similarity,  # type: ignore[arg-type]  # checked by the arguments
         primary_metric=chosen[0] if chosen else None,
         about=about,
+        **how,
     )
 
 

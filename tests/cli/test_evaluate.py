@@ -1,9 +1,11 @@
 """`contaccum evaluate`: records with all they depend on, one table, nothing done twice, comparisons, early refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import EvalResult, ModelCard
 from small_data import write_judged_places
 
 from contaccum import DualEncoder
@@ -105,6 +107,26 @@ def test_served_forms_are_scored_beside_float32_of_all_dimensions(evaluate, two,
         assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
         assert row["low"] <= row["difference"] <= row["high"] and row["queries_per_second"] > 0
     assert "## two: as served" in (tmp_path / "out.md").read_text()
+
+
+def test_a_model_card_gets_the_figures_and_the_command_and_keeps_what_else_it_says(tiny_model_path, two, tmp_path):
+    shutil.copytree(tiny_model_path, tmp_path / "mine")
+    card = tmp_path / "mine" / "README.md"
+    other = {"task_type": "t", "dataset_type": "d", "dataset_name": "d", "metric_type": "m", "metric_value": 0.5}
+    first = ModelCard.load(card)
+    first.data.eval_results, first.data.model_name = [EvalResult(**other)], "Mine"
+    first.save(card)
+    argv = [str(tmp_path / "mine"), "--device", "cpu", "--metrics", "NDCG@10", "--output", str(tmp_path / "out.json")]
+    for length in ("5", "9"):
+        assert main(["evaluate", *argv, "--data", *two, "--update_card", "--query_max_length", length]) == 0
+    now = ModelCard.load(card)
+    values = {row["name"]: row["metrics"]["NDCG@10"] for row in json.loads((tmp_path / "out.json").read_text())["sets"]}
+    assert {one.dataset_name: one.metric_value for one in now.data.eval_results} == {"d": 0.5, **values}
+    assert now.data.model_name == "Mine" and now.text.startswith(first.text.rstrip())
+    assert now.text.count("contaccum evaluate mine --device") == 1 and "--data one two" in now.text
+    assert "| one  |" in now.text and str(tmp_path) not in now.text.removeprefix(first.text.rstrip())
+    card.unlink()
+    assert main(["evaluate", *argv, "--data", *two, "--update_card"]) == 2
 
 
 def test_a_run_scores_as_the_model_that_made_it(evaluate, two, tmp_path):

@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def archive(*names: str) -> bytes:
 @pytest.fixture
 def server(monkeypatch, tmp_path) -> dict[str, Any]:
     """Stands where the network stands: {"content": bytes or an error, "urls": what was asked for}."""
-    state: dict[str, Any] = {"content": archive(), "urls": []}
+    state: dict[str, Any] = {"content": archive(), "urls": [], "hub": {}}
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
         state["urls"].append(url)
@@ -153,6 +154,7 @@ def server(monkeypatch, tmp_path) -> dict[str, Any]:
         return io.BytesIO(state["content"])
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name, timeout: state["hub"][name])
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return state
@@ -203,3 +205,40 @@ def test_importing_the_readers_is_cheap():
     code = "import json, sys, contaccum.data; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"beir", "datasets", "torch", "pyarrow", "ijson"} & {*json.loads(done.stdout)}
+
+
+class Item(SimpleNamespace):
+    def default_text(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize("name", ["mteb/fiqa", "BeIR/fiqa", "ir_datasets:beir/fiqa/test"])
+def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(tmp_path, server, monkeypatch, name):
+    texts = {"corpus": [json.loads(x) for x in CORPUS], "queries": [json.loads(x) for x in QUERIES]}
+    judged = [dict(zip(("query-id", "corpus-id", "score"), x.split("\t"), strict=True)) for x in QRELS[1:]]
+    asked = []
+
+    def load_dataset(*given: str, split: str | None = None) -> Any:
+        asked.append(given)
+        graded = [{**row, "score": float(row["score"])} for row in judged]
+        return {"corpus": texts[given[1]]} if split is None else graded
+
+    docs = [Item(doc_id=x["_id"], title=x["title"], text=x["text"]) for x in texts["corpus"]]
+    queries = [Item(query_id=x["_id"], text=x["text"]) for x in texts["queries"]]
+    qrels = [Item(query_id=x["query-id"], doc_id=x["corpus-id"], relevance=x["score"]) for x in judged]
+    iters = {"docs_iter": lambda: docs, "queries_iter": lambda: queries, "qrels_iter": lambda: qrels}
+    library = SimpleNamespace(load={"beir/fiqa/test": SimpleNamespace(**iters)}.__getitem__)
+    monkeypatch.setitem(sys.modules, "ir_datasets", library)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    parts = ["corpus", "queries", "default"][: 3 if name.startswith("mteb") else 2]
+    monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: parts)
+    server["hub"][name] = None
+    folder = resolve_beir_data(name, default_split(name))
+    data, expected = load_beir_folder(folder), load_beir_folder(make(tmp_path / "same"))
+    assert data.fingerprint == expected.fingerprint and data.name == {"ir": "beir-fiqa-test"}.get(name[:2], "fiqa")
+    assert asked[:1] == {"mt": [("mteb/fiqa", "default")], "Be": [("BeIR/fiqa-qrels",)]}.get(name[:2], [])
+    monkeypatch.setattr("datasets.load_dataset", None)
+    monkeypatch.setitem(sys.modules, "ir_datasets", None)
+    assert resolve_beir_data(name) == folder
+    with pytest.raises(DataError, match="pip install .*ir_datasets" if name[:2] == "ir" else "nor a set on the hub"):
+        resolve_beir_data(f"{name}2")

@@ -1,10 +1,12 @@
 """Evaluation while training: fixed parts with every relevant document, and the figures of `contaccum evaluate`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_data import write_judged_places
+from datasets import Dataset
+from small_data import read_lines, write_judged_places
 
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset, RecordReport, load_beir_folder
@@ -50,3 +52,25 @@ def test_the_evaluator_gives_the_figures_of_evaluate(tiny_model_path, tmp_path):
     assert about.items() <= evaluator.describe().items() and "path" not in evaluator.get_config_dict()
     with pytest.raises(ConfigError, match=r"ndgc@10.*did you mean 'ndcg@10'"):
         RetrievalEvaluator(data, ["ndgc@10"])
+
+
+def test_nanobeir_is_the_librarys_own_with_means_of_the_usual_names(places, train, tmp_path, monkeypatch, capsys):
+    data, calls = load_beir_folder(places / "beir"), set()
+
+    def load(repository: str, part: str, split: str) -> Dataset:
+        calls.add(split)
+        texts = {name: document["text"] for name, document in data.corpus.items()} if part == "corpus" else data.queries
+        judged = [{"query-id": query, "corpus-id": name} for query, names in data.qrels.items() for name in names]
+        return Dataset.from_list([{"_id": n, "text": x} for n, x in texts.items()] if part != "qrels" else judged)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": "true"}
+    keys["eval_data"] = "nanobeir/scifact,nq"
+    assert train(tmp_path / "run", **keys) == 0 and calls == {"NanoSciFact", "NanoNQ"}
+    last = read_lines(tmp_path / "run" / "eval_log.jsonl")[-1]
+    expected = RetrievalEvaluator(data)(DualEncoder.from_pretrained(tmp_path / "run", device="cpu"))
+    assert {name: last[f"eval_{name}"] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert last["eval_NanoNQ_dot_ndcg@10"] == last["eval_NanoBEIR_mean_dot_ndcg@10"] == last["eval_ndcg@10"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]["dataset_names"] == ["scifact", "nq"]
+    for wrong, words in (({"eval_data": "nanobeir/scifcat"}, "nanobeir: Dataset"), ({"eval_queries": 2}, "drop them")):
+        assert train(tmp_path / "no", **{**keys, **wrong}) == 2 and words in capsys.readouterr().err.splitlines()[-1]
