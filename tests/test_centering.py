@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
-from contaccum.errors import ConfigError
 
 N, K, D = 8, 16, 32
 Gradients = list[list[Tensor]]  # of each micro-step: queries (n, d), passages (n, d), hard negatives (n, h, d)
@@ -107,8 +106,3 @@ def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline():
         updates(BankedInfoNCE(0, center_gradients=x, pairs_per_update=2 * N), [N, N]) for x in ("none", "auto")
     )
     assert torch.equal(plain[1][1][0], auto[1][1][0])
-
-
-def test_an_unknown_setting_is_refused_by_its_name():
-    with pytest.raises(ConfigError, match="center_gradients"):
-        BankedInfoNCE(8, center_gradients="queriess")  # type: ignore[arg-type]

@@ -15,8 +15,6 @@ from contaccum import BankedInfoNCE
 from contaccum.errors import ConfigError
 from contaccum.pairs import PositivesTable
 
-SIMILARITIES = ["dot", "cos"]
-
 
 def batch(n: int, d: int = 8, h: int = 0, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -305,16 +303,26 @@ def test_shapes_and_settings_that_cannot_work_are_refused():
     for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"query_ids must be int64 \(3,\)"):
             loss_fn(queries, passages, query_ids=ids)
-    for settings in (
-        {"bank_size": -1},
-        {"bank_size": 4, "query_bank_size": 2},
-        {"temperature": 0.0},
-        {"similarity": "euclidean"},
-        {"normalize_by": "rows"},
-        {"drift_compensation": "median"},
-    ):
-        with pytest.raises(ConfigError):
+    for message, settings in {
+        "bank_size": {"bank_size": -1},
+        "query_bank_size": {"bank_size": 4, "query_bank_size": 2},
+        "temperature": {"temperature": 0.0},
+        "similarity": {"similarity": "euclidean"},
+        "normalize_by": {"normalize_by": "rows"},
+        "drift_compensation": {"drift_compensation": "median"},
+        "center_gradients": {"center_gradients": "queriess"},
+        "false_negative_margin": {"false_negative_margin": -0.1},
+        "guide_margin_strategy": {"guide_margin_strategy": "percentage"},
+        "hardness_mode": {"hardness_mode": "hard"},
+        "hardness_strength must be above 0": {"hardness_mode": "hard_negatives"},
+        "add query_to_doc": {"directions": ["doc_to_query"]},
+        "partition_mode must be": {"partition_mode": "separate"},
+        "per_direction with query_to_query": {"directions": ALL, "partition_mode": "per_direction"},
+        "learn_temperature with temperature=0.001": {"learn_temperature": True, "temperature": 0.001},
+    }.items():
+        with pytest.raises(ConfigError, match=message) as caught:
             BankedInfoNCE(**settings)
+        assert "\n" not in str(caught.value)
 
 
 def test_bank_loss_is_the_mean_over_the_rows_in_use():
