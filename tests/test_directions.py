@@ -43,7 +43,7 @@ def learned(settings: dict[str, Any], scale: float = 20.0, bank_size: int = 0) -
 @pytest.mark.parametrize("drift", ["none", "auto"])
 @pytest.mark.parametrize("similarity", [cos_sim, dot_score])
 @pytest.mark.parametrize(
-    ("rows", "n", "h", "scale"), [(4, 4, 2, 1), (12, 3, 2, 20), (64, 4, 0, 20), (200, 40, 1, 1), (1024, 128, 1, 20)]
+    ("rows", "n", "h", "scale"), [(4, 4, 2, 1), (12, 3, 2, 20), (64, 4, 0, 20), (200, 40, 1, 1), (512, 128, 1, 20)]
 )
 @pytest.mark.parametrize("setting", PUBLISHED)
 def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(setting, rows, n, h, scale, similarity, drift):

@@ -116,19 +116,15 @@ def test_the_trainer_ends_with_the_weights_of_the_plain_loop(build, dataset, exp
     names: dict[str, Any] = {"model": build(), "dataset": dataset}
     exec(code(SHARED), names)
     model = build()
+    called = {"per_device_train_batch_size": "N", "gradient_accumulation_steps": "K", "max_steps": "UPDATES"}
+    called |= {"warmup_steps": "WARMUP", "learning_rate": "LEARNING_RATE", "max_grad_norm": "CLIP"}
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),
-        per_device_train_batch_size=names["N"],
-        gradient_accumulation_steps=names["K"],
-        max_steps=names["UPDATES"],
-        warmup_steps=names["WARMUP"],
-        learning_rate=names["LEARNING_RATE"],
-        max_grad_norm=names["CLIP"],
-        bank_size=names["BANK"]["bank_size"],
-        temperature=names["BANK"]["temperature"],
         batch_sampler=lambda dataset, batch_size, **_: BatchSampler(names["order"], batch_size, drop_last=True),
         save_strategy="no",
         disable_tqdm=True,
+        **{key: names[name] for key, name in called.items()},
+        **{key: names["BANK"][key] for key in ("bank_size", "temperature")},
     )
     trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset)
     trainer.train()

@@ -83,9 +83,10 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_method_trains_and_logs_each_update(method, tied, tmp_path):
+def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_high(method, tied, tmp_path):
     k = 1 if method == "in_batch" else 3
-    trainer = trainer_in(tmp_path, pairs(24, negatives=1), tied, method=method, gradient_accumulation_steps=k)
+    given = {"data": pairs(24, negatives=1), "tied": tied, "method": method, "gradient_accumulation_steps": k}
+    trainer = trainer_in(tmp_path, **given)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     log = log_of(tmp_path)
@@ -93,6 +94,12 @@ def test_every_method_trains_and_logs_each_update(method, tied, tmp_path):
     assert all(line["loss"] > 0 and 0.01 < line["grad_norm_ratio"] < 100 for line in log)
     assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    # By its own scores, or by a guide's.
+    given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
+    filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
+    filtering.train()
+    assert filtering.settings()["size of the guide"] == (None if tied else 16)
+    assert log[0]["masked"] < log_of(tmp_path / "filtering")[0]["masked"] < 1
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
@@ -110,18 +117,6 @@ def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero
     steps = len(of_queries) // 2
     assert steps == 3 and trainer.loss.info_nce.centering.pairs == 12
     assert torch.stack(of_queries[:steps]).sum(0).abs().max() < 1e-6 < of_queries[0].abs().max()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_leaves_out_what_scores_too_high_and_logs_the_share(method, tmp_path):
-    steps, shares = 1 if method == "in_batch" else 3, []
-    filters = {"plain": {}, "margin": {"false_negative_margin": 0.0}, "guide": {"guide": tiny_encoder()}}
-    for name, given in filters.items():
-        trainer = trainer_in(tmp_path / name, method=method, gradient_accumulation_steps=steps, max_steps=1, **given)
-        trainer.train()
-        assert trainer.settings()["size of the guide"] == (16 if name == "guide" else None)
-        shares.append(log_of(tmp_path / name)[-1]["masked"])
-    assert shares[0] < min(shares[1:]) and max(shares) < 1
 
 
 def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_path, tmp_path):
@@ -148,15 +143,22 @@ def test_a_learned_temperature_is_trained_logged_and_resumed_with_all_banks(meth
 
 
 def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_path):
-    trainer = trainer_in(tmp_path, logging_steps=1)
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = trainer_in(tmp_path, logging_steps=1, report_to="tensorboard")
     local: list[float] = []
     trainer.loss.register_forward_hook(lambda *_: local.append(trainer.loss.last["local_loss"].item()))
     trainer.train()
     expected = [sum(local[i : i + 3]) / 3 for i in range(0, len(local), 3)]
-    log, told = log_of(tmp_path), trainer.state.log_history[:3]  # what transformers' callbacks of trackers are given
+    log = log_of(tmp_path)
     assert [line["loss"] for line in log] == pytest.approx(expected, rel=1e-5)
-    for key in ("loss", "bank_fill", "bank_mass", "embedding_spread", "grad_norm_ratio"):
-        assert [line[key] for line in told] == pytest.approx([line[key] for line in log], rel=1e-3), key
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    for key in ("bank_fill", "bank_mass", "embedding_spread", "grad_norm_ratio"):
+        assert [x.value for x in events.Scalars(f"train/{key}")] == pytest.approx([line[key] for line in log]), key
+    assert "train/loss" in events.Tags()["scalars"]
 
 
 def test_trains_in_bf16_with_a_bank_in_float32(tmp_path):
