@@ -214,7 +214,7 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, n
 
 
 def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank():
-    m, d = 1024, 32
+    m, d = 512, 32
     generator = torch.Generator().manual_seed(0)
     single, double = (BankedInfoNCE(m, drift_compensation="none") for _ in range(2))
     for step in range(2 * m // 8 + 30):
@@ -247,7 +247,7 @@ def test_state_dict_continues_bit_for_bit(bank_size, more):
     run(straight, range(28))
     resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
     about = [(x.bank.first, x.bank.age, x.bank.limit) for x in (straight, resumed)]
-    assert about[0] == about[1] and straight.bank.in_use < bank_size
+    assert about[0] == about[1]
     found, again = ([*run(x, range(28, 44)), *x.state_dict().values()] for x in (straight, resumed))
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from datasets import Dataset
 from sample_texts import sentences
+from tiny_models import tiny_encoder
 from torch.utils.data import BatchSampler
-from transformers import set_seed
 
 from contaccum import DualEncoder
 
@@ -37,11 +37,9 @@ def dataset() -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def build(tiny_config, tiny_tokenizer) -> Callable[..., DualEncoder]:
+def build() -> Callable[..., DualEncoder]:
     def make(dies_at: int | None = None) -> DualEncoder:
-        set_seed(7)
-        model = DualEncoder.from_backbone(tiny_config, pooling="mean", normalize=True, tokenizer=tiny_tokenizer)
-        passes = 0
+        model, passes = tiny_encoder(dropout=0.1), 0
 
         def before(module: torch.nn.Module, inputs: tuple[dict[str, torch.Tensor], ...]) -> None:
             nonlocal passes
