@@ -29,7 +29,7 @@ def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds():
     """Bounds for what two people can hold in their heads; with all that is planned, 11,500 lines in 75 modules."""
     assert len(MODULES) <= 75
     assert _lines(MODULES) <= 11_500
-    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_150
+    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_100
     docs = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
     assert sum(len(text.split()) for text in docs) <= 15_000
 
