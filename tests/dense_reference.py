@@ -1,7 +1,5 @@
 """The loss written down as plainly as possible: one (n + m) x (n + m) score matrix, autograd, loops for masks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

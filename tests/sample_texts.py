@@ -1,4 +1,6 @@
-"""Made-up texts over a small vocabulary."""
+"""Made-up texts over a small vocabulary, and as a model is given them."""
+
+from typing import Any
 
 import torch
 
@@ -14,3 +16,9 @@ def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(WORDS), (count, length), generator=generator)
     return [" ".join(WORDS[i] for i in row) + f" {number}" for number, row in enumerate(picks.tolist())]
+
+
+def features(model: Any, n: int, columns: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    """Queries and the texts beside them, as a loss of sentence-transformers gets them."""
+    tasks = ["query"] + ["document"] * (columns - 1)
+    return [model.preprocess(sentences(n, seed * 10 + i), task=task) for i, task in enumerate(tasks)]

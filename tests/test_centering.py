@@ -1,7 +1,5 @@
 """Centring of gradients: over an update in one pass, over a micro-batch by itself, of one tower or both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
-from contaccum.errors import ConfigError
 
 N, K, D = 8, 16, 32
 Gradients = list[list[Tensor]]  # of each micro-step: queries (n, d), passages (n, d), hard negatives (n, h, d)
@@ -50,12 +47,10 @@ def settled(update: Gradients, tower: int) -> list[Tensor]:
     ("setting", "centred"), [("both", (0, 1)), ("passages", (1,)), ("queries", (0,)), ("none", ())]
 )
 @pytest.mark.parametrize("h", [0, 2])
-def test_over_an_update_what_is_left_over_is_spread_over_the_rows_to_come(
-    setting: Any, centred: tuple[int, ...], h: int
-) -> None:
-    given: dict[str, Any] = {"bank_size": 1000, "drift_compensation": "none", "temperature": 5.0}
-    ours = updates(BankedInfoNCE(**given, center_gradients=setting, pairs_per_update=N * K), [N] * K, 10, h)
-    plain = updates(BankedInfoNCE(**given, center_gradients="none"), [N] * K, 10, h)
+def test_over_an_update_what_is_left_over_is_spread_over_the_rows_to_come(setting, centred, h):
+    given: dict[str, Any] = {"bank_size": 200, "drift_compensation": "none", "temperature": 5.0}
+    ours = updates(BankedInfoNCE(**given, center_gradients=setting, pairs_per_update=N * K), [N] * K, 3, h)
+    plain = updates(BankedInfoNCE(**given, center_gradients="none"), [N] * K, 3, h)
     for update, as_it_is in zip(ours, plain, strict=True):
         for tower in (0, 1):
             found = [towers(step)[tower] for step in update]
@@ -67,7 +62,7 @@ def test_over_an_update_what_is_left_over_is_spread_over_the_rows_to_come(
 
 
 @pytest.mark.parametrize("sizes", [[5, 8, 1, 3], [1] * 6, [17]])
-def test_updates_of_any_sizes_sum_to_zero_when_their_pairs_are_said_beforehand(sizes: list[int]) -> None:
+def test_updates_of_any_sizes_sum_to_zero_when_their_pairs_are_said_beforehand(sizes):
     loss_fn = BankedInfoNCE(0, center_gradients="both", similarity="dot")
     generator = torch.Generator().manual_seed(0)
     for update in range(3):
@@ -83,7 +78,7 @@ def test_updates_of_any_sizes_sum_to_zero_when_their_pairs_are_said_beforehand(s
         assert total.abs().max() < 1e-14
 
 
-def test_where_nobody_says_how_many_pairs_an_update_has_each_micro_batch_sums_to_zero() -> None:
+def test_where_nobody_says_how_many_pairs_an_update_has_each_micro_batch_sums_to_zero():
     found = updates(BankedInfoNCE(64, center_gradients="both", drift_compensation="none"), [N, N, 3, 1])
     for step in (step for update in found for step in update):
         queries, columns = towers(step)
@@ -91,14 +86,14 @@ def test_where_nobody_says_how_many_pairs_an_update_has_each_micro_batch_sums_to
         assert len(queries) == 1 or queries.sum(0).abs().max() < 1e-14  # one alone would take itself out
 
 
-def test_an_update_that_ends_early_leaves_nothing_over_to_the_next() -> None:
+def test_an_update_that_ends_early_leaves_nothing_over_to_the_next():
     losses = [BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K) for _ in range(2)]
     updates(losses[0], [N] * (K - 3), 1, seed=8)
     first, second = (updates(loss_fn, [N] * K, 1) for loss_fn in losses)
     assert all(torch.equal(a, b) for x, y in zip(first[0], second[0], strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline() -> None:
+def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline():
     for given, expected in (
         ({"bank_size": 64}, [False, True]),  # in the first update nothing is old
         ({"bank_size": 64, "drift_compensation": "mean"}, [False, False]),
@@ -111,8 +106,3 @@ def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline() 
         updates(BankedInfoNCE(0, center_gradients=x, pairs_per_update=2 * N), [N, N]) for x in ("none", "auto")
     )
     assert torch.equal(plain[1][1][0], auto[1][1][0])
-
-
-def test_an_unknown_setting_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match="center_gradients"):
-        BankedInfoNCE(8, center_gradients="queriess")  # type: ignore[arg-type]

@@ -122,15 +122,6 @@ def test_texts_of_unequal_lengths_encode_together_as_alone(kind, side):
     assert error < 1e-5 if kind != "GPT2" else error > 1e-3
 
 
-def test_an_instruction_stands_before_queries_and_is_part_of_what_the_last_token_sees():
-    model = encoder(query_prompt=INSTRUCTION, query_max_length=24)
-    texts = sentences(3)
-    queries = model.encode_query(texts)
-    assert np.abs(queries - model.encode_document([INSTRUCTION + text for text in texts])).max() < 1e-6
-    assert np.abs(queries - model.encode_document(texts)).max() > 1e-3
-    assert len(np.unique(queries, axis=0)) == 3
-
-
 @pytest.mark.parametrize("kind", DECODERS)
 def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tmp_path):
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Hardness, directions and a learned temperature, against the dense loss and sentence-transformers' own, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -45,12 +43,10 @@ def learned(settings: dict[str, Any], scale: float = 20.0, bank_size: int = 0) -
 @pytest.mark.parametrize("drift", ["none", "auto"])
 @pytest.mark.parametrize("similarity", [cos_sim, dot_score])
 @pytest.mark.parametrize(
-    ("rows", "n", "h", "scale"), [(4, 4, 2, 1), (12, 3, 2, 20), (64, 4, 0, 20), (200, 40, 1, 1), (1024, 128, 1, 20)]
+    ("rows", "n", "h", "scale"), [(4, 4, 2, 1), (12, 3, 2, 20), (64, 4, 0, 20), (200, 40, 1, 1), (512, 128, 1, 20)]
 )
 @pytest.mark.parametrize("setting", PUBLISHED)
-def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
-    setting: str, rows: int, n: int, h: int, scale: float, similarity: Any, drift: str
-) -> None:
+def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(setting, rows, n, h, scale, similarity, drift):
     """And the loss: those of sentence-transformers. With ``auto``, entries lie beside means that are far from zero."""
     generator = torch.Generator().manual_seed(rows)
     tensors, given = draw(rows, h, generator), PUBLISHED[setting]
@@ -79,7 +75,7 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
         assert loss_fn.log_scale.grad.item() == pytest.approx(log_scale.grad.item(), abs=1e-10, rel=1e-10)
 
 
-def test_a_state_fits_no_other_settings_and_a_scale_stays_below_a_hundred() -> None:
+def test_a_state_fits_no_other_settings_and_a_scale_stays_below_a_hundred():
     given = {"directions": ALL, "similarity": "cos", **HARD}
     straight = learned(given, 99.999, 7)
     for step in range(6):
@@ -93,17 +89,3 @@ def test_a_state_fits_no_other_settings_and_a_scale_stays_below_a_hundred() -> N
             learned({**given, **other}, 99.0, 7).load_state_dict(state)
     with pytest.raises(ConfigError, match="another learn_temperature"):
         BankedInfoNCE(7, **given).load_state_dict(state)
-
-
-def test_what_makes_no_loss_is_refused_in_one_line() -> None:
-    for message, settings in {
-        "hardness_mode": {"hardness_mode": "hard"},
-        "hardness_strength must be above 0": {"hardness_mode": "hard_negatives"},
-        "add query_to_doc": {"directions": ["doc_to_query"]},
-        "partition_mode must be": {"partition_mode": "separate"},
-        "per_direction with query_to_query": {"directions": ALL, "partition_mode": "per_direction"},
-        "learn_temperature with temperature=0.001": {"learn_temperature": True, "temperature": 0.001},
-    }.items():
-        with pytest.raises(ConfigError, match=message) as caught:
-            BankedInfoNCE(**settings)
-        assert "\n" not in str(caught.value)

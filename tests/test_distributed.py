@@ -15,6 +15,7 @@ from contaccum import BankedInfoNCE
 from contaccum.directions import DIRECTIONS
 
 D = 6
+WORLD = 3  # two and four train in tests/training/test_forked_runs.py
 SETTINGS: dict[str, dict[str, Any]] = {
     "in_batch": {"bank_size": 0},
     "contaccum": {"bank_size": 17, "similarity": "cos", "temperature": 0.1},
@@ -29,10 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
 
 
-def sizes(world: int) -> list[list[int]]:
-    """Pairs by micro-step and rank: equal ones, then ragged ones, and ranks with none."""
-    ragged = [3] * (world - 1) + [1], [0] + [2] * (world - 1), [1] + [0] * (world - 1)
-    return [[3] * world, [3] * world, *ragged, [2] * world]
+# Pairs by micro-step and rank: equal ones, then ragged ones, and ranks with none.
+SIZES = [[3, 3, 3], [3, 3, 3], [3, 3, 1], [0, 2, 2], [1, 0, 0], [2, 2, 2]]
 
 
 class Towers(torch.nn.Module):
@@ -57,7 +56,7 @@ def micro_batch(step: int, rank: int, n: int, h: int) -> tuple[list[torch.Tensor
     return inputs, ids
 
 
-def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) -> dict[str, Any]:
+def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str, Any]:
     """Two updates of three micro-steps each, with a probe of the encoder between them: gradients, losses and bank."""
     settings, h = case
     loss_fn = BankedInfoNCE(**SETTINGS[settings], **more).double()
@@ -66,7 +65,7 @@ def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) 
     probe = [micro_batch(99, rank, 2, 0)[0] for rank in ranks]
     texts = [torch.cat(column) for column in zip(*probe, strict=True)]
     gradients, losses, told = [], [], []
-    for step, counts in enumerate(sizes(world)):
+    for step, counts in enumerate(SIZES):
         if step in (0, 3) and SETTINGS[settings].get("drift_compensation") != "mean":
             with torch.no_grad():
                 loss_fn.observe_probe(*towers(texts))
@@ -94,10 +93,10 @@ def run_steps(case: tuple[str, int], ranks: list[int], world: int, **more: Any) 
     return {"gradients": gradients, "losses": losses, "told": told, "state": state, "drift": drift}
 
 
-def worker(rank: int, world: int, folder: str) -> None:
+def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    results: dict[Any, Any] = {case: run_steps(case, [rank], world, gather_across_devices=True) for case in CASES}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    results: dict[Any, Any] = {case: run_steps(case, [rank], gather_across_devices=True) for case in CASES}
     results["refusals"] = refusals(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -115,18 +114,17 @@ def refusals(rank: int) -> dict[str, str]:
     return said
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
-def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
+    mp.spawn(worker, args=(str(folder),), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_to_the_bit(case, ranks):
-    world = len(ranks)
-    alone = run_steps(case, list(range(world)), world)
+    alone = run_steps(case, list(range(WORLD)))
     for result in (rank[case] for rank in ranks):
         assert result["losses"] == ranks[0][case]["losses"]
         assert all(torch.equal(value, result["state"][key]) for key, value in ranks[0][case]["state"].items())

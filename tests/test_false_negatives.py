@@ -1,17 +1,15 @@
 """Columns that score too far above a row's own positive are no negatives: by the student, or by a guide; in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from dense_reference import History, errors, too_good
+from test_info_nce import leaves
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from contaccum import BankedInfoNCE
-from contaccum.errors import ConfigError
 
 MARGIN = {"false_negative_margin": 0.1, "similarity": "cos", "temperature": 0.1}
 EVERY = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), **MARGIN, "guide_margin": -0.1}
@@ -44,22 +42,16 @@ def draw(n: int, h: int, generator: torch.Generator, sizes: tuple[int, ...] = (8
     return found
 
 
-def leaves(tensors: list[Tensor]) -> list[Tensor]:
-    return [x.clone().requires_grad_() for x in tensors]
-
-
-@pytest.mark.parametrize(("bank_size", "steps"), [(0, 8), (12, 24), (200, 48), (1000, 32)])
+@pytest.mark.parametrize(("bank_size", "steps"), [(0, 8), (12, 24), (128, 24), (400, 24)])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_micro_step_equals_the_dense_loss_with_what_was_decided_as_rows_and_columns_met(
-    rule: str, bank_size: int, steps: int
-) -> None:
+def test_every_micro_step_equals_the_dense_loss_with_what_was_decided_as_rows_and_columns_met(rule, bank_size, steps):
     """Over wraps, ids, hard negatives, ragged micro-batches, updates and drift; more than a hundredth is left out."""
     generator = torch.Generator().manual_seed(bank_size)
     settings = {k: x for k, x in RULES[rule].items() if bank_size or k != "query_bank_size"}
     loss_fn = BankedInfoNCE(bank_size, **settings)
     history, worst, shares = History(loss_fn), 0.0, []
     for step in range(steps):
-        n, h = [4, 4, 3, 4, 1, 7, 30 if bank_size < 1000 else 250][step % 7], step % 3
+        n, h = [4, 4, 3, 4, 1, 7, 30 if bank_size < 400 else 120][step % 7], step % 3
         if step % 3 == 2:
             loss_fn.end_update()
         inputs, seen = draw(n, h, generator)
@@ -84,9 +76,7 @@ def test_every_micro_step_equals_the_dense_loss_with_what_was_decided_as_rows_an
 
 @pytest.mark.parametrize("hard_negatives", [0, 2])
 @pytest.mark.parametrize("similarity", ["dot", "cos"])
-def test_accumulated_gradient_equals_the_full_batch_without_what_scores_above_the_margin(
-    similarity: str, hard_negatives: int
-) -> None:
+def test_accumulated_gradient_equals_the_full_batch_without_what_scores_above_the_margin(similarity, hard_negatives):
     n, parts, margin = 4, 8, 0.05
     tensors, _ = draw(n * parts, hard_negatives, torch.Generator().manual_seed(1))
     given: dict[str, Any] = {"temperature": 0.1, "similarity": similarity, "drift_compensation": "none"}
@@ -107,7 +97,7 @@ def test_accumulated_gradient_equals_the_full_batch_without_what_scores_above_th
     assert max((a.grad - b.grad).abs().max().item() for a, b in zip(ours, dense, strict=True)) <= 1e-10
 
 
-def test_a_row_whose_columns_are_all_too_good_costs_nothing_and_moves_nothing() -> None:
+def test_a_row_whose_columns_are_all_too_good_costs_nothing_and_moves_nothing():
     queries = torch.eye(4, dtype=torch.float64)
     passages = -queries + 0.5  # every other passage scores above the own
     loss_fn = BankedInfoNCE(bank_size=8, false_negative_margin=0.0, drift_compensation="none")
@@ -119,29 +109,7 @@ def test_a_row_whose_columns_are_all_too_good_costs_nothing_and_moves_nothing() 
     assert loss_fn.last["masked"] == 1.0
 
 
-def test_a_state_with_a_guide_continues_bit_for_bit() -> None:
-    def run(loss_fn: BankedInfoNCE, steps: range) -> list[Tensor]:
-        found = []
-        for step in steps:
-            tensors, guide = draw(3, step % 2, torch.Generator().manual_seed(step))
-            inputs = leaves(tensors)
-            loss = loss_fn(*inputs, guide=guide)
-            loss.backward()
-            found += [loss.detach(), *(x.grad for x in inputs)]
-        return found
-
-    straight, resumed = (BankedInfoNCE(7, similarity="cos", temperature=0.1, guide_margin=0.1) for _ in range(2))
-    run(straight, range(6))
-    resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
-    found, again = ([*run(x, range(6, 12)), *x.state_dict().values()] for x in (straight, resumed))
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-    assert resumed.bank.guide.columns.shape == (7, 2, 5)
-
-
-def test_what_cannot_work_is_refused_in_one_line() -> None:
-    for settings in ({"false_negative_margin": -0.1}, {"guide_margin_strategy": "percentage"}):
-        with pytest.raises(ConfigError, match=next(iter(settings))):
-            BankedInfoNCE(**settings)
+def test_a_guide_that_embeds_other_texts_or_other_numbers_is_refused():
     (queries, passages), guide = draw(3, 0, torch.Generator())
     loss_fn = BankedInfoNCE(4)
     with pytest.raises(ValueError, match="the guide must embed the same texts"):

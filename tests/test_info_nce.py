@@ -1,7 +1,5 @@
 """BankedInfoNCE against the dense loss, in float64."""
 
-from __future__ import annotations
-
 import gc
 import math
 from typing import Any
@@ -17,8 +15,6 @@ from contaccum import BankedInfoNCE
 from contaccum.errors import ConfigError
 from contaccum.pairs import PositivesTable
 
-SIMILARITIES = ["dot", "cos"]
-
 
 def batch(n: int, d: int = 8, h: int = 0, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -28,10 +24,6 @@ def batch(n: int, d: int = 8, h: int = 0, seed: int = 0, dtype: torch.dtype = to
 
 def leaves(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone().requires_grad_() for tensor in tensors]
-
-
-def gradients_apart(left: list[Tensor], right: list[Tensor]) -> float:
-    return max((a.grad - b.grad).abs().max().item() for a, b in zip(left, right, strict=True))
 
 
 COS: dict[str, Any] = {"similarity": "cos", "temperature": 0.1}
@@ -65,12 +57,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bank_size", [12, 200])
+@pytest.mark.parametrize("bank_size", [12, 128])
 @pytest.mark.parametrize("named", ["no ids", "ids", "table"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(
-    setting: str, named: str, bank_size: int
-) -> None:
+def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(setting, named, bank_size):
     """Over wraps, masks, hard negatives, ragged micro-batches, some larger than the bank, retirement and drift."""
     generator = torch.Generator().manual_seed(bank_size)
     loss_fn = BankedInfoNCE(bank_size, **{"drift_compensation": "none", **SETTINGS[setting]})
@@ -78,7 +68,7 @@ def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(
     if named == "table":
         history.table = {(q, p) for q in range(0, 30, 3) for p in range(q % 7, 30, 7)}
         loss_fn.positives = PositivesTable(*torch.tensor(list(history.table)).T)
-    sizes = [4, 4, 3, 4, 1, 7, 4, 30, 4, 2, 4, 4, 13, 4, 4, 5] * (2 if bank_size < 200 else 4)
+    sizes = [4, 4, 3, 4, 1, 7, 4, 30, 4, 2, 4, 4, 13, 4, 4, 5] * 2
     worst = 0.0
     for step, n in enumerate(sizes):
         if step % 3 == 2:
@@ -110,7 +100,7 @@ def named_ids(ids: list[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ids", "mask", "floor"), [(True, True, 0), (True, False, math.log(2)), (False, True, math.log(2))]
 )
-def test_a_perfect_row_reaches_zero_only_with_ids_and_the_mask(ids: bool, mask: bool, floor: float) -> None:
+def test_a_perfect_row_reaches_zero_only_with_ids_and_the_mask(ids, mask, floor):
     """Otherwise its twin in the bank is a "negative" with the same score."""
     queries = torch.eye(4, dtype=torch.float64) * 100
     loss_fn = BankedInfoNCE(bank_size=4, mask_duplicates=mask, drift_compensation="none")
@@ -119,7 +109,7 @@ def test_a_perfect_row_reaches_zero_only_with_ids_and_the_mask(ids: bool, mask: 
     assert loss_fn.last["local_loss"].item() == pytest.approx(floor, abs=1e-12)
 
 
-def test_enqueueing_before_backward_leaves_the_gradient_alone() -> None:
+def test_enqueueing_before_backward_leaves_the_gradient_alone():
     n = 4
     tensors = batch(n)
     loss_fn = BankedInfoNCE(bank_size=n, drift_compensation="none")
@@ -132,10 +122,10 @@ def test_enqueueing_before_backward_leaves_the_gradient_alone() -> None:
     for step in range(5):  # overwrites every row that the loss has seen
         loss_fn(*batch(n, seed=10 + step))
     loss.backward()
-    assert gradients_apart(at_once, later) == 0.0
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(at_once, later, strict=True))
 
 
-def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing() -> None:
+def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing():
     loss_fn = BankedInfoNCE(bank_size=8, drift_compensation="none")
     loss_fn(*batch(3))
     before = {key: value.clone() for key, value in loss_fn.state_dict().items()}
@@ -153,9 +143,7 @@ def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing() -> N
 @pytest.mark.parametrize("drift_compensation", ["mean", "none"])
 @pytest.mark.parametrize("spoil", ["nan", "inf", "overflow"])
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
-def test_a_micro_batch_that_is_not_finite_leaves_no_trace_but_empty_rows(
-    first: bool, spoil: str, drift_compensation: str
-) -> None:
+def test_a_micro_batch_that_is_not_finite_leaves_no_trace_but_empty_rows(first, spoil, drift_compensation):
     def run(with_spoiled: bool) -> tuple[BankedInfoNCE, list[Tensor]]:
         loss_fn = BankedInfoNCE(bank_size=64, normalize_by="all", drift_compensation=drift_compensation)
         results = []
@@ -180,7 +168,7 @@ def test_a_micro_batch_that_is_not_finite_leaves_no_trace_but_empty_rows(
     assert int(loss_fn.last["bank_rows"]) == 24
 
 
-def test_a_bank_in_half_precision_takes_nothing_that_it_cannot_hold() -> None:
+def test_a_bank_in_half_precision_takes_nothing_that_it_cannot_hold():
     loss_fn = BankedInfoNCE(bank_size=8, bank_dtype=torch.float16, drift_compensation="none")
     queries, passages = batch(2, dtype=torch.float32)
     assert torch.isfinite(loss_fn(queries, passages * 1e6))
@@ -205,7 +193,7 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize(
     "settings", [{}, {"normalize_by": "all", "drift_compensation": "fresh"}, {"false_negative_margin": 0.1}]
 )
-def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings: dict[str, Any], named: str) -> None:
+def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, named):
     loss_fn = BankedInfoNCE(bank_size=100, similarity="cos", temperature=0.05, **settings)
     if named == "table":
         loss_fn.positives = PositivesTable(torch.arange(9), torch.arange(9))
@@ -221,8 +209,8 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings: d
         torch.ones(1).item()
 
 
-def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank() -> None:
-    m, d = 1024, 32
+def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank():
+    m, d = 512, 32
     generator = torch.Generator().manual_seed(0)
     single, double = (BankedInfoNCE(m, drift_compensation="none") for _ in range(2))
     for step in range(2 * m // 8 + 30):
@@ -234,25 +222,33 @@ def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank
         assert loss == pytest.approx(double(queries.double(), passages.double()).item(), rel=1e-4)
 
 
-def test_state_dict_continues_bit_for_bit() -> None:
+@pytest.mark.parametrize("more", [{}, {"guide_margin": 0.1}], ids=["plain", "guide"])
+@pytest.mark.parametrize("bank_size", [7, 70])
+def test_state_dict_continues_bit_for_bit(bank_size, more):
     def run(loss_fn: BankedInfoNCE, steps: range) -> list[Tensor]:
         found = []
         for step in steps:
-            inputs = leaves(batch(3, h=1, seed=step))
+            inputs = leaves(batch(3, h=step % 2, seed=step))
             generator = torch.Generator().manual_seed(step)
-            loss = loss_fn(*inputs, **named_ids([torch.randint(4, x.shape[:-1], generator=generator) for x in inputs]))
+            ids = named_ids([torch.randint(4, x.shape[:-1], generator=generator) for x in inputs])
+            loss = loss_fn(*inputs, **ids, guide=[x.detach()[..., :5] for x in inputs] if more else [])
             loss.backward()
             found += [loss.detach(), *(x.grad for x in inputs)]
+            if step % 4 == 3:
+                loss_fn.end_update()
+                loss_fn.bank.limit = 2 * bank_size // 3
         return found
 
-    straight, resumed = (BankedInfoNCE(bank_size=7, similarity="cos", temperature=0.1) for _ in range(2))
-    run(straight, range(5))
+    straight, resumed = (BankedInfoNCE(bank_size, similarity="cos", temperature=0.1, **more) for _ in range(2))
+    run(straight, range(28))
     resumed.load_state_dict({key: value.clone() for key, value in straight.state_dict().items()})
-    found, again = ([*run(x, range(5, 10)), *x.state_dict().values()] for x in (straight, resumed))
+    about = [(x.bank.first, x.bank.age, x.bank.limit) for x in (straight, resumed)]
+    assert about[0] == about[1]
+    found, again = ([*run(x, range(28, 44)), *x.state_dict().values()] for x in (straight, resumed))
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-def test_a_state_of_other_settings_is_refused() -> None:
+def test_a_state_of_other_settings_is_refused():
     loss_fn = BankedInfoNCE(bank_size=4)
     loss_fn(*batch(3))
     for settings in ({"bank_size": 5}, {"query_bank_size": 0}, {"drift_compensation": "none"}):
@@ -262,7 +258,7 @@ def test_a_state_of_other_settings_is_refused() -> None:
         BankedInfoNCE(bank_size=4).load_state_dict({"bank.passages": torch.zeros(4, 8)})
 
 
-def test_half_precision_embeddings_under_autocast_are_scored_in_float32() -> None:
+def test_half_precision_embeddings_under_autocast_are_scored_in_float32():
     inputs = leaves([x.bfloat16() for x in batch(6, dtype=torch.float32)])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = BankedInfoNCE(bank_size=4)(*inputs)
@@ -276,7 +272,7 @@ def test_half_precision_embeddings_under_autocast_are_scored_in_float32() -> Non
     ("bank_dtype", "tolerance"),
     [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
 )
-def test_any_storage_dtype_scores_in_float32(bank_dtype: torch.dtype, tolerance: float) -> None:
+def test_any_storage_dtype_scores_in_float32(bank_dtype, tolerance):
     losses = []
     for dtype in (bank_dtype, None):
         loss_fn = BankedInfoNCE(bank_size=16, similarity="cos", temperature=0.1, bank_dtype=dtype)
@@ -290,7 +286,7 @@ def test_any_storage_dtype_scores_in_float32(bank_dtype: torch.dtype, tolerance:
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
 
 
-def test_shapes_and_settings_that_cannot_work_are_refused() -> None:
+def test_shapes_and_settings_that_cannot_work_are_refused():
     loss_fn = BankedInfoNCE(bank_size=4)
     loss_fn(*batch(3, d=8))
     with pytest.raises(ValueError, match="size 9"):
@@ -303,19 +299,29 @@ def test_shapes_and_settings_that_cannot_work_are_refused() -> None:
     for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(3)):
         with pytest.raises(ValueError, match=r"query_ids must be int64 \(3,\)"):
             loss_fn(queries, passages, query_ids=ids)
-    for settings in (
-        {"bank_size": -1},
-        {"bank_size": 4, "query_bank_size": 2},
-        {"temperature": 0.0},
-        {"similarity": "euclidean"},
-        {"normalize_by": "rows"},
-        {"drift_compensation": "median"},
-    ):
-        with pytest.raises(ConfigError):
+    for message, settings in {
+        "bank_size": {"bank_size": -1},
+        "query_bank_size": {"bank_size": 4, "query_bank_size": 2},
+        "temperature": {"temperature": 0.0},
+        "similarity": {"similarity": "euclidean"},
+        "normalize_by": {"normalize_by": "rows"},
+        "drift_compensation": {"drift_compensation": "median"},
+        "center_gradients": {"center_gradients": "queriess"},
+        "false_negative_margin": {"false_negative_margin": -0.1},
+        "guide_margin_strategy": {"guide_margin_strategy": "percentage"},
+        "hardness_mode": {"hardness_mode": "hard"},
+        "hardness_strength must be above 0": {"hardness_mode": "hard_negatives"},
+        "add query_to_doc": {"directions": ["doc_to_query"]},
+        "partition_mode must be": {"partition_mode": "separate"},
+        "per_direction with query_to_query": {"directions": ALL, "partition_mode": "per_direction"},
+        "learn_temperature with temperature=0.001": {"learn_temperature": True, "temperature": 0.001},
+    }.items():
+        with pytest.raises(ConfigError, match=message) as caught:
             BankedInfoNCE(**settings)
+        assert "\n" not in str(caught.value)
 
 
-def test_bank_loss_is_the_mean_over_the_rows_in_use() -> None:
+def test_bank_loss_is_the_mean_over_the_rows_in_use():
     loss_fn = BankedInfoNCE(bank_size=8, drift_compensation="fresh")
     for seed in range(3):
         loss_fn(*batch(3, seed=seed))
@@ -327,7 +333,7 @@ def test_bank_loss_is_the_mean_over_the_rows_in_use() -> None:
     assert loss_fn.last["bank_loss"].item() == pytest.approx(total / 2, rel=1e-12)
 
 
-def test_bank_memory_is_flat_once_it_is_full() -> None:
+def test_bank_memory_is_flat_once_it_is_full():
     loss_fn = BankedInfoNCE(bank_size=32, similarity="cos", temperature=0.05)
 
     def live() -> tuple[int, int]:
@@ -344,7 +350,7 @@ def test_bank_memory_is_flat_once_it_is_full() -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [4, 8])
-def test_cost_grows_with_the_bank_and_not_with_its_square(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_grows_with_the_bank_and_not_with_its_square(micro_batch, monkeypatch):
     """Counted, not timed: scores computed per micro-step once the bank is full and wrapping: two products of n m."""
     addmm, sizes = torch.addmm, []
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from datasets import Dataset
 from sample_texts import sentences
+from tiny_models import tiny_encoder
 from torch.utils.data import BatchSampler
-from transformers import set_seed
 
 from contaccum import DualEncoder
 
@@ -37,11 +37,9 @@ def dataset() -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def build(tiny_config, tiny_tokenizer) -> Callable[..., DualEncoder]:
+def build() -> Callable[..., DualEncoder]:
     def make(dies_at: int | None = None) -> DualEncoder:
-        set_seed(7)
-        model = DualEncoder.from_backbone(tiny_config, pooling="mean", normalize=True, tokenizer=tiny_tokenizer)
-        passes = 0
+        model, passes = tiny_encoder(dropout=0.1), 0
 
         def before(module: torch.nn.Module, inputs: tuple[dict[str, torch.Tensor], ...]) -> None:
             nonlocal passes
@@ -116,19 +114,15 @@ def test_the_trainer_ends_with_the_weights_of_the_plain_loop(build, dataset, exp
     names: dict[str, Any] = {"model": build(), "dataset": dataset}
     exec(code(SHARED), names)
     model = build()
+    called = {"per_device_train_batch_size": "N", "gradient_accumulation_steps": "K", "max_steps": "UPDATES"}
+    called |= {"warmup_steps": "WARMUP", "learning_rate": "LEARNING_RATE", "max_grad_norm": "CLIP"}
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),
-        per_device_train_batch_size=names["N"],
-        gradient_accumulation_steps=names["K"],
-        max_steps=names["UPDATES"],
-        warmup_steps=names["WARMUP"],
-        learning_rate=names["LEARNING_RATE"],
-        max_grad_norm=names["CLIP"],
-        bank_size=names["BANK"]["bank_size"],
-        temperature=names["BANK"]["temperature"],
         batch_sampler=lambda dataset, batch_size, **_: BatchSampler(names["order"], batch_size, drop_last=True),
         save_strategy="no",
         disable_tqdm=True,
+        **{key: names[name] for key, name in called.items()},
+        **{key: names["BANK"][key] for key in ("bank_size", "temperature")},
     )
     trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset)
     trainer.train()

@@ -199,18 +199,20 @@ def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
 
 
 @pytest.fixture(scope="module")
-def mined(model, pairs, beir) -> dict[str, Any]:
-    """Two negatives for every query of each source."""
-    return {name: mine(model, path, num_negatives=2) for name, path in (("pairs", pairs), ("beir", beir))}
+def mined(model, cross_encoder, pairs, beir) -> dict[str, Any]:
+    """Two negatives for every query of each source; those of the third are scored by a teacher."""
+    scored = {"cross_encoder": cross_encoder, "cross_encoder_margin": -100.0, "range_max": 8}
+    sources = (("pairs", pairs, {}), ("beir", beir, {}), ("scored pairs", pairs, scored))
+    return {name: mine(model, path, num_negatives=2, **more) for name, path, more in sources}
 
 
 @pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
-@pytest.mark.parametrize("source", ["pairs", "beir"])
-def test_what_is_written_is_read_back_as_training_data(mined, tmp_path, output_format, source):
-    found, data = mined[source], mined[source].data
+@pytest.mark.parametrize("source", ["pairs", "beir", "scored pairs"])
+def test_what_is_written_is_read_back_as_training_data(mined, cross_encoder, tmp_path, output_format, source):
+    found, data, scored = mined[source], mined[source].data, source == "scored pairs"
     path = tmp_path / "new" / f"out.json{'' if output_format == 'dpr' else 'l'}"
     path, report = write_mined(found, path, output_format)
-    training = load_training_data(path, num_hard_negatives=2, positives="first").dataset
+    training = load_training_data(path, num_hard_negatives=2, positives="first", teacher_scores=scored).dataset
     expected = [
         (data.queries[q], data.documents[positive].passage, {data.documents[row].passage for row in found.rows[q]})
         for q, rows in enumerate(data.positives)
@@ -219,17 +221,7 @@ def test_what_is_written_is_read_back_as_training_data(mined, tmp_path, output_f
     read = [(row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training]
     assert read == expected
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
-
-
-@pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
-def test_the_scores_of_a_cross_encoder_come_back_as_the_teachers(model, cross_encoder, pairs, tmp_path, output_format):
-    rules = {"num_negatives": 2, "cross_encoder_margin": -100.0, "range_max": 8}
-    mined = mine(model, pairs, cross_encoder=cross_encoder, **rules)
-    path = tmp_path / ("out.json" if output_format == "dpr" else "out.jsonl")
-    path = write_mined(mined, path, output_format)[0]
-    data = load_training_data(path, num_hard_negatives=2, positives="first", teacher_scores=True)
-    assert len(data.dataset) >= 36
-    for row in data.dataset:
+    for row in training if scored else ():
         texts = [(row["query"], row[name]) for name in ("positive", "negative_1", "negative_2")]
         logits = cross_encoder.predict(texts, activation_fn=torch.nn.Identity())
         scores = split_labels(torch.tensor([row["label"]]), 4)[1]
@@ -320,13 +312,6 @@ def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_ca
     data = load_mining_data(folder)
     assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
     assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3", "d6"], ["d5"]]
-
-
-def test_queries_of_the_same_text_share_their_positives(tmp_path):
-    queries = {"q0": "is it blue", "q1": "Is it  blue"}
-    data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, queries, [("q0", "d5", 1), ("q1", "d6", 1)]))
-    assert data.query_ids == ["q0", "q1"] and data.excluded[0] == data.excluded[1]
-    assert data.positives[0] == data.positives[1][::-1]
 
 
 def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_candidates(tmp_path):

@@ -42,8 +42,8 @@ def run(model: nn.Module, loss_fn: BankedInfoNCE, step: Callable[[], None], said
     return losses
 
 
-def adam(model: nn.Module) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def adam(model: nn.Module, fused: bool = False) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     return lambda: optimizer.step() and None
 
 
@@ -92,7 +92,7 @@ def test_a_loop_that_forgets_end_update_does_what_one_does_that_calls_it(drift, 
 COPIES = [partial(copies, flat=False), partial(copies, flat=True), partial(copies, flat=False, each=True)]
 
 
-@pytest.mark.parametrize("kind", [adam, *COPIES])
+@pytest.mark.parametrize("kind", [adam, partial(adam, fused=True), *COPIES])
 def test_every_step_counts_once_of_an_optimizer_over_the_weights_or_copies_of_them(kind):
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     run(model, loss_fn, kind(model))
@@ -135,6 +135,8 @@ def test_copies_of_parameters_that_are_left_empty_count_when_all_have_stepped():
 def test_part_of_an_encoder_in_one_optimizer_and_cached_embeddings_count_too():
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     model[0].requires_grad_(False)
+    frozen = torch.optim.SGD(model[0].parameters(), lr=0.1)  # somebody's optimizer may hold what is frozen
+    run(model, loss_fn, lambda: frozen.step() and None)
     run(model, loss_fn, adam(model[2]))
     loss_fn.state_dict()
     assert loss_fn.bank.updates == 6

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from contaccum.features import mix64
 from contaccum.pairs import NO_ID, PositivesTable, hidden
 
 
@@ -40,15 +39,3 @@ def test_a_table_of_many_pairs_holds_those_and_no_others():
     assert expected.sum() > 2
     assert torch.equal(table.of_queries.hold(queries, passages), expected)
     assert torch.equal(table.of_passages.hold(passages, queries), expected.T)
-
-
-def test_mix64_is_splitmix64_s_finaliser():
-    def finalise(x: int) -> int:
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        return x ^ (x >> 31)
-
-    values = [0, 1, -1, NO_ID, NO_ID + 1, 2**63 - 1, 123456789, -987654321]
-    mixed = mix64(torch.tensor(values)).tolist()
-    assert [x % 2**64 for x in mixed] == [finalise(x % 2**64) for x in values]
-    assert len(set(mixed)) == len(values)

@@ -1,7 +1,5 @@
 """The pull request for sentence-transformers: its own tests, and that its loss is ours."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -53,9 +51,7 @@ def loss_and_gradient(loss_fn: Any, embeddings: list[Tensor], ids: Tensor) -> Te
 @pytest.mark.parametrize(("similarity", "h"), [("cos", 0), ("dot", 1)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 @pytest.mark.parametrize(("bank_size", "n", "count"), [(1000, 40, 26), (1024, 128, 10)], ids=["until full", "wrapped"])
-def test_its_loss_and_gradient_are_ours(
-    bank_size: int, n: int, count: int, dtype: torch.dtype, tolerance: float, similarity: str, h: int
-) -> None:
+def test_its_loss_and_gradient_are_ours(bank_size, n, count, dtype, tolerance, similarity, h):
     """Until the bank is full; and beyond, where micro-batches are whole blocks of ours, which it forgets at once."""
     scale = 20.0 if similarity == "cos" else 0.5
     settings: dict[str, Any] = {"drift_compensation": "none", "center_gradients": "none"}
@@ -72,7 +68,7 @@ def test_its_loss_and_gradient_are_ours(
     assert used == bank_size
 
 
-def test_while_a_model_trains_it_is_our_loss_that_moves_entries() -> None:
+def test_while_a_model_trains_it_is_our_loss_that_moves_entries():
     """With texts, updates and a probe: both notice and measure the same."""
     model = tiny_encoder(tied=False).double()
     ours = ContAccumLoss(model, bank_size=256, drift_compensation="mean", center_gradients="none")
@@ -97,7 +93,7 @@ def test_while_a_model_trains_it_is_our_loss_that_moves_entries() -> None:
 
 
 @pytest.mark.long
-def test_the_dry_run_of_its_experiment_records_what_it_takes_to_repeat_it(tmp_path: Path) -> None:
+def test_the_dry_run_of_its_experiment_records_what_it_takes_to_repeat_it(tmp_path):
     import experiment_gooaq
 
     output = tmp_path / "dry_run.json"

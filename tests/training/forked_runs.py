@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from datasets import disable_progress_bars
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, arguments_in, at_micro_step, log_of, pairs, state_of, trainer_in
+from tiny_runs import SAVES, at_micro_step, log_of, pairs, state_of, trainer_in
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses
@@ -35,7 +32,7 @@ disable_progress_bars()
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
-UPDATES = 12
+UPDATES = 6
 ROOT = Path(sys.argv[2])
 GIVEN = {"per_device_train_batch_size": 2, "max_steps": UPDATES, "use_cpu": True, "save_total_limit": 2, **SAVES}
 
@@ -168,27 +165,7 @@ def ranks() -> dict[str, Any]:
     """Every case on one rank, on two, and some on four; runs stopped by a signal to one rank, and resumed elsewhere."""
     contaccum.losses.PAIRS_PER_PROBE = 20
     codes: dict[str, list[int]] = {}
-    fsdp_models = {name: tiny_encoder(normalize=False).double() for name in ("fsdp", "fsdp-resumed")}
     models = {name: {r: as_one(name, r) for r in (1, 2, 4)} for name in CASES}
-
-    def sharded(number: int, count: int = 2) -> None:
-        """FSDP, saved and resumed; accelerate shards on accelerators only, torch on a CPU as well."""
-        given = {**GIVEN, **COMMON, "optim": "adamw_torch", "learning_rate": 1e-3}
-        data = pairs(given.pop("rows"))
-        given |= {"per_device_train_batch_size": 8 // count, "save_strategy": "steps"}
-        if count > 1:
-            given |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
-            given["ddp_backend"] = "gloo"
-        for name in ("fsdp", "fsdp-resumed")[:count]:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            args = arguments_in(ROOT / f"{name}-{count}", **given)
-            if count > 1:
-                PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            trainer = ContAccumTrainer(fsdp_models[name], args, data)
-            trainer.train(resume_from_checkpoint=str(ROOT / "fsdp-2" / "checkpoint-1") if "resumed" in name else None)
-            assert type(trainer.model_wrapped).__name__.startswith("FSDP" if count > 1 else "Dual")
-            trainer.save_model()
-            trainer.accelerator.wait_for_everyone()
 
     def case(name: str, count: int) -> None:
         model, given = models[name][count]
@@ -200,7 +177,6 @@ def ranks() -> dict[str, Any]:
 
     codes["1"] = [wait(fork(lambda: [case(name, 1) for name in CASES]))]  # type: ignore[arg-type]  # the list is no matter
     codes["2"] = on_ranks(2, lambda number: [case(name, 2) for name in CASES])  # type: ignore[arg-type]  # as above
-    codes["fsdp"] = [wait(fork(lambda: sharded(0, 1))), *on_ranks(2, sharded)]
     codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4))
 
     sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}

@@ -37,14 +37,14 @@ def model_of(places: Path, tied: bool, dtype: str = "float32") -> DualEncoder:
 )
 def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(places, tmp_path, tied, dtype, more):
     def make(folder, **saves):
-        return trainer_in(folder, model=model_of(places, tied, dtype), **RUN, **more, **saves)
+        return trainer_in(folder, model=model_of(places, tied, dtype), max_steps=5, **RUN, **more, **saves)
 
     before = model_of(places, tied, dtype).state_dict()
     after = assert_resumes(make, tmp_path, 3).model.state_dict()
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if "lora_" in name and ".pooler." not in name}
     ratios = [line["grad_norm_ratio"] for line in log_of(tmp_path / "straight")]
-    assert len(ratios) == 8 and all(0.1 < ratio < 10 and ratio != 1 for ratio in ratios)
+    assert len(ratios) == 5 and all(0.1 < ratio < 10 and ratio != 1 for ratio in ratios)
     assert not list(tmp_path.rglob("model.safetensors"))  # checkpoints are of the adapter
     record = json.loads((tmp_path / "straight" / "run.json").read_text())["model"]["adapters"]
     assert [(one["r"], one["lora_alpha"]) for one in record] == [(2, 4)] * (1 if tied else 2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 
 def run_script(what: str, folder: Path, name: str = "forked_runs.py") -> dict[str, Any]:
@@ -42,9 +41,9 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(kills, tmp_path):
     assert found["killed"] == kills and set(found["codes"]) == {0}, found
     assert kills == 1 or len(set(found["reached"])) > 3, found  # all along the way
     for folder in (tmp_path / name for name in found["folders"]):
-        assert_same_outcome(tmp_path / "straight", folder, 12)
+        assert_same_outcome(tmp_path / "straight", folder, 6)
         left = {path.name for path in folder.iterdir()}
-        assert left == {"checkpoint-11", "checkpoint-12", "run.json", "train_log.jsonl", "outcome.pt"}
+        assert left == {"checkpoint-5", "checkpoint-6", "run.json", "train_log.jsonl", "outcome.pt"}
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +65,6 @@ def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
         for line, expected in zip(other_log, log, strict=True):
             for key, value in expected.items():
                 assert line[key] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, key)
-
-
-@pytest.mark.slow
-def test_shards_end_with_the_weights_of_one_process_and_resume(ranks):
-    folder, found = ranks
-    assert found["codes"]["fsdp"] == [0, 0, 0]
-    expected = load_file(folder / "fsdp-1" / "model.safetensors")
-    for name in ("fsdp-2", "fsdp-resumed-2"):
-        weights = load_file(folder / name / "model.safetensors")
-        assert weights.keys() == expected.keys()
-        assert max((weights[key] - expected[key]).abs().max().item() for key in weights) < 1e-10, name
 
 
 @pytest.mark.slow

@@ -83,9 +83,10 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_method_trains_and_logs_each_update(method, tied, tmp_path):
+def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_high(method, tied, tmp_path):
     k = 1 if method == "in_batch" else 3
-    trainer = trainer_in(tmp_path, pairs(24, negatives=1), tied, method=method, gradient_accumulation_steps=k)
+    given = {"data": pairs(24, negatives=1), "tied": tied, "method": method, "gradient_accumulation_steps": k}
+    trainer = trainer_in(tmp_path, **given)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     log = log_of(tmp_path)
@@ -93,6 +94,12 @@ def test_every_method_trains_and_logs_each_update(method, tied, tmp_path):
     assert all(line["loss"] > 0 and 0.01 < line["grad_norm_ratio"] < 100 for line in log)
     assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    # By its own scores, or by a guide's.
+    given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
+    filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
+    filtering.train()
+    assert filtering.settings()["size of the guide"] == (None if tied else 16)
+    assert log[0]["masked"] < log_of(tmp_path / "filtering")[0]["masked"] < 1
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
@@ -110,18 +117,6 @@ def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero
     steps = len(of_queries) // 2
     assert steps == 3 and trainer.loss.info_nce.centering.pairs == 12
     assert torch.stack(of_queries[:steps]).sum(0).abs().max() < 1e-6 < of_queries[0].abs().max()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_leaves_out_what_scores_too_high_and_logs_the_share(method, tmp_path):
-    steps, shares = 1 if method == "in_batch" else 3, []
-    filters = {"plain": {}, "margin": {"false_negative_margin": 0.0}, "guide": {"guide": tiny_encoder()}}
-    for name, given in filters.items():
-        trainer = trainer_in(tmp_path / name, method=method, gradient_accumulation_steps=steps, max_steps=2, **given)
-        trainer.train()
-        assert trainer.settings()["size of the guide"] == (16 if name == "guide" else None)
-        shares.append(log_of(tmp_path / name)[-1]["masked"])
-    assert shares[0] < min(shares[1:]) and max(shares) < 1
 
 
 def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_path, tmp_path):
@@ -147,13 +142,23 @@ def test_a_learned_temperature_is_trained_logged_and_resumed_with_all_banks(meth
     assert any("other_banks.doc_to_query" in key for key in state_of(straight))
 
 
-def test_logged_loss_is_that_of_local_rows(tmp_path):
-    trainer = trainer_in(tmp_path)
+def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = trainer_in(tmp_path, logging_steps=1, report_to="tensorboard")
     local: list[float] = []
     trainer.loss.register_forward_hook(lambda *_: local.append(trainer.loss.last["local_loss"].item()))
     trainer.train()
     expected = [sum(local[i : i + 3]) / 3 for i in range(0, len(local), 3)]
-    assert [line["loss"] for line in log_of(tmp_path)] == pytest.approx(expected, rel=1e-5)
+    log = log_of(tmp_path)
+    assert [line["loss"] for line in log] == pytest.approx(expected, rel=1e-5)
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    for key in ("bank_fill", "bank_mass", "embedding_spread", "grad_norm_ratio"):
+        assert [x.value for x in events.Scalars(f"train/{key}")] == pytest.approx([line[key] for line in log]), key
+    assert "train/loss" in events.Tags()["scalars"]
 
 
 def test_trains_in_bf16_with_a_bank_in_float32(tmp_path):
@@ -209,17 +214,8 @@ def test_collapse_is_warned_of_once_within_three_updates(caplog):
     assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0]
 
 
-def test_model_cards_and_records_hold_no_credentials(tmp_path, monkeypatch):
+def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_no_credential(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "hush-hush-12345")
-    trainer = trainer_in(tmp_path, 12, run_name="hush-hush-12345", **SAVES)
-    trainer.train()
-    trainer.save_model()
-    texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".md", ".jsonl")]
-    assert len(texts) > 10
-    assert [path.name for path in texts if "hush-hush-12345" in path.read_text()] == []
-
-
-def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is(tmp_path, monkeypatch):
     uploads: list[set[str]] = []
 
     def upload(api, repo_id, folder_path, **about):
@@ -233,7 +229,8 @@ def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is(tmp_
     record = {"sets": {"faq": {"path": str(tmp_path / "faq.csv")}}}
     model = tiny_encoder()
     model.transformers_model.config._name_or_path = "someone/base"
-    trainer = trainer_in(tmp_path / "run", 12, model=model, data_record=record, hub_model_id="me/mine", **SAVES)
+    given = {"data_record": record, "hub_model_id": "me/mine", "run_name": "hush-hush-12345", **SAVES}
+    trainer = trainer_in(tmp_path / "run", 12, model=model, **given)
     trainer.train()
     assert trainer.push_to_hub() == "https://hub/me/mine" and len(uploads) == 1
     assert {"README.md", "model.safetensors", "modules.json"} <= uploads[0]
@@ -248,21 +245,9 @@ def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is(tmp_
         "2406.12356",
     ]
     assert [text for text in wanted if text not in card] == []
-
-
-def test_trackers_get_every_number(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer = trainer_in(tmp_path, logging_steps=1, report_to="tensorboard")
-    trainer.train()
-    (file,) = tmp_path.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file))
-    events.Reload()
-    wanted = {"train/loss", "train/bank_fill", "train/bank_mass", "train/embedding_spread", "train/grad_norm_ratio"}
-    assert set(events.Tags()["scalars"]) >= wanted
-    log = log_of(tmp_path)
-    assert [x.value for x in events.Scalars("train/bank_mass")] == pytest.approx([line["bank_mass"] for line in log])
+    texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".md", ".jsonl")]
+    assert len(texts) > 10
+    assert [path.name for path in texts if "hush-hush-12345" in path.read_text()] == []
 
 
 def test_matryoshka_dims_keep_a_bank_for_each_size_and_train_as_the_wrapped_loss_does(tmp_path):
