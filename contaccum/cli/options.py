@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,8 @@ class Parser(argparse.ArgumentParser):
     """Has options of :data:`SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
 
     def __init__(self, command: str, description: str, *shared: str, usage: str | None = None) -> None:
-        super().__init__(f"contaccum {command}", usage, description, allow_abbrev=False)
+        form = partial(argparse.HelpFormatter, max_help_position=34)
+        super().__init__(f"contaccum {command}", usage, description, allow_abbrev=False, formatter_class=form)
         for name in shared:
             self.add_argument(f"--{name}", **SHARED[name])
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, METHODS, OF_A_BANK, ContAccumTrainingArguments
-from contaccum.training.config import DataArguments, ModelArguments, as_options, parse
+from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, OF_A_BANK, ContAccumTrainingArguments
+from contaccum.training.config import as_options, parse
+from contaccum.training.options import METHODS, DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]
 """Key of `contaccum train` -> its values, as text."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,38 +19,23 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.centering import CENTERINGS
-from contaccum.directions import DIRECTIONS, PARTITION_MODES
-from contaccum.distill import DISTILLATIONS, Distillation
+from contaccum.distill import Distillation
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
-from contaccum.hardness import HARDNESS_MODES
 from contaccum.info_nce import BankedInfoNCE
+from contaccum.training import options
 
-METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
-DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 DEEPSPEED = "0.19.8"  # the version tested; early ones apply updates that are not finite, in bfloat16
 _ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum", "contaccum_cached")}
 OF_A_BANK = (
-    "bank_size",
-    "query_bank_size",
-    "normalize_by",
-    "bank_hard_negatives",
-    "drift_compensation",
-    "bank_weight",
-    "bank_dtype",
+    *("bank_size", "query_bank_size", "bank_hard_negatives", "bank_weight", "bank_dtype"),
+    *("normalize_by", "drift_compensation"),
 )
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
-BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field with its default, what `--help` says of it, and the values it may have."""
-    return field(default=default, metadata={"help": help_text, **({"choices": choices} if choices else {})})
 
 
 def refuse(rules: Mapping[str, Any]) -> None:
@@ -72,7 +57,13 @@ def refuse_alone(settings: Any, needs: Mapping[str, str], others: Any = None) ->
 
 
 @dataclass
-class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
+class ContAccumTrainingArguments(
+    options.RunArguments,
+    options.NegativesArguments,
+    options.LossArguments,
+    options.MethodArguments,
+    SentenceTransformerTrainingArguments,
+):
     """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
     A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for every
@@ -81,48 +72,11 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     for combinations that cannot work, naming both settings.
     """
 
-    method: str = option("contaccum", "How an update gets its negatives; see docs/training.md.", METHODS)
-    bank_size: int | None = option(None, f"Rows of each bank, with methods that have one. Default {DEFAULT_BANK_SIZE}.")
-    query_bank_size: int | None = option(None, "Rows of the query bank: bank_size (default), or 0, which is pre_batch.")
-    similarity: str | None = option(None, "Default: the model's own.", ("cos", "dot"))
-    temperature: float | None = option(None, "Divides the scores. Default 0.05 with cos, 1.0 with dot.")
-    normalize_by: str = option("local", "local: mean over the local rows. all: over bank rows too, as in the paper.")
-    mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
-    false_negative_margin: float | None = option(None, "Leave out what scores above a positive by more than this.")
-    guide_margin: float = option(0.0, "Leave out what a guide scores above its score of the positive less this.")
-    guide_margin_strategy: str = option("absolute", "relative: a share of that score.", ("absolute", "relative"))
-    hardness_mode: str | None = option(None, "Which negatives count for more, the higher they score.", HARDNESS_MODES)
-    hardness_strength: float = option(0.0, "Times their similarity, added to their logits.")
-    directions: list[str] = field(
-        default_factory=lambda: ["query_to_doc"],
-        metadata={"help": "Whose similarities the loss is made of.", "choices": tuple(DIRECTIONS)},
-    )
-    partition_mode: str = option("joint", "joint: one softmax over the directions.", PARTITION_MODES)
-    matryoshka_dims: list[int] | None = option(None, "Train the first so many numbers of embeddings too: 384 128 64.")  # noqa: RUF009
-    learn_temperature: bool = option(False, "Train it too, from temperature on; 0.01 at the least.")
-    bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
-    drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
-    center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)
-    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: pairs the bank counts as; auto: by age.")
-    bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
-    gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
-    distill: str | None = option(None, "Learn from the teacher's scores in the data too.", DISTILLATIONS)
-    distill_weight: float = option(1.0, "Of the distillation term, which is added to the contrastive loss.")
-    distill_temperature: float = option(1.0, "With kl: divides the scores of student and teacher.")
-    refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")
-    refresh_corpus: str | None = option(None, "Where to mine. Default: a BEIR folder's corpus, else the positives.")
-    refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")
-    refresh_range_max: int | None = option(None, "Mine none beyond this rank. Default: ten times refresh_pool.")
-    refresh_relative_margin: float = option(0.05, "Mine none that scores above (1 - this) of the positive's score.")
-    total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
-    max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
-    early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
-
     def __post_init__(self) -> None:
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         if self.finds_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found it
-        for name in ContAccumTrainingArguments.__annotations__:
+        for name in (name for group in options.OF_THE_TRAINER for name in group.__annotations__):
             value, choices = getattr(self, name), self.__dataclass_fields__[name].metadata.get("choices")
             if choices and isinstance(value, str):
                 check_choice(name, value, choices)
@@ -135,7 +89,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         if self.deepspeed_plugin is not None:
             self._settle_deepspeed()
         if self.keeps_bank and self.bank_size is None:
-            self.bank_size = DEFAULT_BANK_SIZE
+            self.bank_size = options.DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
             self.query_bank_size = 0
         settings = self.loss_settings("cos")
@@ -150,7 +104,7 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         similarity = self.similarity or model_similarity
         return settings | {
             "bank_size": self.bank_size or 0,
-            "bank_dtype": None if self.bank_dtype is None else BANK_DTYPES[self.bank_dtype],
+            "bank_dtype": None if self.bank_dtype is None else getattr(torch, self.bank_dtype),
             "similarity": similarity,
             "temperature": DEFAULT_TEMPERATURE[similarity] if self.temperature is None else self.temperature,
             "gather_across_devices": self.gathers,

@@ -9,84 +9,22 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
-from contaccum.data import DATA_FORMATS, TrainingSets, load_training_sets, parse_columns, parse_training_sets
-from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
+from contaccum.data import TrainingSets, load_training_sets, parse_columns
 from contaccum.errors import ConfigError, closest
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.training.arguments import ContAccumTrainingArguments, name_of, option, refuse, refuse_alone
+from contaccum.training.arguments import ContAccumTrainingArguments, name_of, refuse, refuse_alone
+from contaccum.training.options import DataArguments, ModelArguments
 
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder
     from contaccum.evaluation.evaluator import RetrievalEvaluator
     from contaccum.mining import MiningData
-
-
-@dataclass
-class ModelArguments:
-    """Which encoder to train."""
-
-    model: str = option("", "A folder or hub name: a SentenceTransformer, or a transformers backbone.")
-    guide: str | None = option(None, "A SentenceTransformer that says which texts are no negatives; it stays as it is.")
-    tied: bool = option(True, "One encoder for queries and passages, or two.")
-    pooling: str | None = option(None, "For a backbone. Default: by architecture.", ("cls", "mean", "lasttoken"))
-    normalize: bool = option(False, "For a backbone: scale embeddings to length 1.")
-    query_prompt: str | None = option(None, "Put before every query.")
-    passage_prompt: str | None = option(None, "Put before every passage.")
-    query_max_length: int | None = option(None, "Tokens of a query. Default: the model's own, 32 for a backbone.")
-    passage_max_length: int | None = option(None, "Tokens of a passage. Default: the model's own, 256 for a backbone.")
-    dropout: float | None = option(None, "Of every layer. Default: the model's own. 0 is faster on a CPU.")
-    freeze_word_embeddings: bool = option(False, "Do not train them: half of a small encoder's weights.")
-    attn_implementation: str | None = option(None, "eager, sdpa, ... On a CPU, eager is faster for short texts.")
-    lora_r: int | None = option(None, "Train an adapter (LoRA) of this rank, and keep the model as it is.")
-    lora_alpha: float | None = option(None, "The adapter counts alpha / r times. Default: 2 r.")
-    lora_dropout: float = option(0.0, "Of what the adapter reads.")
-    lora_target_modules: list[str] | None = option(None, "Layers with an adapter. Default: every linear one.")  # noqa: RUF009
-    load_in_4bit: bool = option(False, "Hold the weights beside an adapter in 4 bits, by bitsandbytes.")
-    merge_adapter: bool = option(False, "Save a full model in the end: the weights with the adapter added.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
-
-
-@dataclass
-class DataArguments:
-    """What to train it on, and what to evaluate on meanwhile; docs/data.md has the formats."""
-
-    train_data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "A folder, a file or a Hugging Face data set; or several, paths or {path: ..., columns: ...}."
-        },
-    )
-    data_format: str | None = option(None, "Default: detected from the content.", tuple(DATA_FORMATS))
-    data_columns: list[str] | None = option(None, "The data's names of fields: query=question ...")  # noqa: RUF009
-    split: str = option("train", "Of a BEIR or MS MARCO folder, or of a Hugging Face data set.")
-    num_hard_negatives: int = option(0, "Hard negatives per query to use.")
-    positives: str | None = option(None, "Of several: draw one in each epoch, the first, or all.", POSITIVES_USED)
-    negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
-    missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
-    on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
-    eval_data: str | None = option(None, "A BEIR folder, or the name of a public set, to evaluate on while training.")
-    eval_split: str = option("dev", "Of eval_data: which judgements.")
-    eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
-    eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """How each training set is read, by its name; raises `ConfigError` for what cannot be used."""
-        names = ("split", "num_hard_negatives", "positives", "negatives_from", "missing_negatives", "data_format")
-        common = {name: getattr(self, name) for name in names}
-        return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
-
-    @property
-    def is_one_path(self) -> bool:
-        """Whether there is one training set, of which nothing is said but where it is."""
-        return len(self.train_data) == 1 and not self.train_data[0].lstrip().startswith("{")
 
 
 class _Parser(HfArgumentParser):
