@@ -16,11 +16,12 @@ from contaccum.files import redact
 from contaccum.version import __version__
 
 COMMANDS = {
+    "quickstart": "train a small encoder on SciFact and score it before and after",
     "train": "train a retriever from a YAML config and overrides",
+    "evaluate": "score a model on BEIR data with FAISS",
     "mine": "find hard negatives for training data",
     "encode": "encode a corpus of any size into a memory-mapped store",
     "search": "search a store for queries, and write a TREC run",
-    "evaluate": "score a model on BEIR data with FAISS",
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train methods side by side and report which is better",
     "report": "draw runs, comparisons and evaluations as one HTML page",
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"contaccum {__version__}")
         return 0
-    lines = [f"  {command:<10} {text}" for command, text in COMMANDS.items()]
+    lines = [f"  {command:<11} {text}" for command, text in COMMANDS.items()]
     lines += ["", "contaccum COMMAND --help lists the options of a command."]
     print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
     return 0 if name else 2

@@ -113,9 +113,10 @@ def test_auto_can_be_given_on_the_command_line(tmp_path):
     assert not args.finds_micro_batch and args.gradient_accumulation_steps == 4
 
 
+SHIPPED = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts)
+
+
 # Those of the paper have a test of their own.
-@pytest.mark.parametrize(
-    "name", sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts)
-)
+@pytest.mark.parametrize("name", [*SHIPPED, "../contaccum/cli/quickstart.yaml"])
 def test_shipped_configs_parse(name):
     assert parse([str(CONFIGS / name)])[2].total_train_batch_size == 128
