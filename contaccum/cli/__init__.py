@@ -17,6 +17,7 @@ from contaccum.version import __version__
 
 COMMANDS = {
     "quickstart": "train a small encoder on SciFact and score it before and after",
+    "new": "look at your training data and write a config for it",
     "train": "train a retriever from a YAML config and overrides",
     "evaluate": "score a model on BEIR data with FAISS",
     "mine": "find hard negatives for training data",

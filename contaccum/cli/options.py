@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from contaccum.errors import ConfigError, closest
+from contaccum.errors import ConfigError
+from contaccum.names import hint, in_our_names
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -25,14 +26,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
-    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """`parse_args`, where an unknown option is told which one it is like."""
-        parsed, unknown = self.parse_known_args(argv)
-        if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
-            hint = closest(unknown[0].split("=")[0].replace("-", "_"), [x.replace("-", "_") for x in options])
-            raise ConfigError(f"unknown argument {unknown[0]!r}{hint.replace('__', '--')} (see {self.prog} --help)")
-        return parsed
+    def add_model(self, text: str) -> None:
+        """MODEL in its place, or as ``--model``, as `contaccum train` has it."""
+        self.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+        self.add_argument("--model", help=argparse.SUPPRESS)
+
+    def parse(self, argv: Sequence[str], rest: bool = False) -> Any:
+        """`parse_args`, in other tools' names too; an unknown option is told which one it is like.
+
+        With ``rest``, those unknown are returned as well.
+        """
+        known = [action.dest for action in self._actions]  # argparse shows them nowhere else
+        parsed, unknown = self.parse_known_args(in_our_names(argv, known))
+        if unknown and not rest:
+            like = hint(unknown[0].split("=")[0].lstrip("-"), known)
+            raise ConfigError(f"unknown argument {unknown[0]!r}{like} (see {self.prog} --help)")
+        return (parsed, unknown) if rest else parsed
 
 
 def positive(text: str) -> int:

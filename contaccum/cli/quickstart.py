@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser("quickstart", what, usage="contaccum quickstart [OPTIONS] [--key value ...]")
     parser.add_argument("--compare", action="store_true", help="also train grad_accum with the same budget")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"))
-    asked, overrides = parser.parse_known_args(argv)
+    asked, overrides = parser.parse(argv, rest=True)
     from contaccum.data.beir import shipped_scifact
     from contaccum.training.config import parse
 

@@ -16,8 +16,9 @@ import yaml
 from transformers import HfArgumentParser
 
 from contaccum.data import TrainingSets, load_training_sets, parse_columns
-from contaccum.errors import ConfigError, closest
+from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
+from contaccum.names import hint, in_our_names, our_name
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of, refuse, refuse_alone
 from contaccum.training.options import DataArguments, ModelArguments
 
@@ -47,18 +48,19 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         if kind := {"per_device_train_batch_size": int, "bank_weight": float}.get(action.dest):
             action.type = lambda value, kind=kind: "auto" if value.lower() == "auto" else kind(value)
     known = {action.dest for action in parser._actions}
-    rest, options = list(argv), []
+    rest, given = list(argv), []
     while rest and not rest[0].startswith("-"):
-        options += as_options(rest.pop(0), known)
+        given += as_options(rest.pop(0), known)
+    given += in_our_names(rest, known)
     try:
-        *parsed, unknown = parser.parse_args_into_dataclasses([*options, *rest], return_remaining_strings=True)
+        *parsed, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:  # what transformers refuses, in its words
         raise ConfigError(str(error)) from error
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown key {key!r} on the command line{closest(key, known)}")
+        raise ConfigError(f"unknown key {key!r} on the command line{hint(key, known)}")
     model, data, args = parsed
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
@@ -120,9 +122,10 @@ def as_options(name: str, known: Collection[str]) -> list[str]:
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: a config is `key: value` lines, got a {type(content).__name__}")
     options: list[str] = []
-    for key, value in content.items():
+    for given, value in content.items():
+        key = our_name(str(given), known)
         if key not in known:
-            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, known)}")
+            raise ConfigError(f"unknown key {key!r} in {name}{hint(key, known)}")
         if isinstance(value, list):
             options += [f"--{key}", *map(_as_text, value)]
         elif value is not None:
