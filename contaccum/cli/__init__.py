@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The `contaccum` command: finds the subcommand, turns the user's mistakes into one line and exit code 2.
 
 Exit codes: 0 done; 2 a mistake of the user's; 130 and 143 stopped by SIGINT and SIGTERM, training after it has saved;
@@ -11,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from contaccum.cli.options import completed
 from contaccum.errors import UserError, closest
 from contaccum.files import redact
 from contaccum.version import __version__
@@ -32,6 +34,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV`` and return the exit code."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what can come next: which commands, or what its parser knows
+        name, rest = completed(COMMANDS), []
     try:
         if name in COMMANDS:
             return importlib.import_module(f"contaccum.cli.{name}").run(rest)

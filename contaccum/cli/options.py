@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,12 +37,28 @@ class Parser(argparse.ArgumentParser):
 
         With ``rest``, those unknown are returned as well.
         """
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)  # which ends here
         known = [action.dest for action in self._actions]  # argparse shows them nowhere else
         parsed, unknown = self.parse_known_args(in_our_names(argv, known))
         if unknown and not rest:
             like = hint(unknown[0].split("=")[0].lstrip("-"), known)
             raise ConfigError(f"unknown argument {unknown[0]!r}{like} (see {self.prog} --help)")
         return (parsed, unknown) if rest else parsed
+
+
+def completed(commands: Iterable[str]) -> str:
+    """The command of the line that the shell has; without one, tells it which ``commands`` there are, and ends."""
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    if len(words) > 2 and words[1] in commands:
+        os.environ["_ARGCOMPLETE"] = "2"  # the words from here on are the parser's
+        return words[1]
+    parser = Parser("", "")
+    parser.add_argument("command", choices=list(commands))
+    parser.parse([])
+    return ""
 
 
 def positive(text: str) -> int:

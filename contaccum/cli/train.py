@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING
@@ -11,24 +13,22 @@ from typing import Any
 from contaccum.cli.options import Parser
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable
-from contaccum.training import options
+from contaccum.training.options import GROUPS, MOST_USED
 
 
 def options_parser(everything: bool = False) -> Parser:
-    """What `--help` shows: our options in groups and transformers' most used; or all of these too, which takes long."""
+    """What `--help` shows: our options in groups; ``everything``: those of transformers too, which takes long."""
     about = "Train a retriever. A YAML config has the same keys; later files and the command line override."
     parser = Parser("train", about, usage="contaccum train [CONFIG.yaml ...] [--key value ...]")
-    parser.epilog = "contaccum train --help all: the others of transformers and sentence-transformers too."
-    groups: dict[Any, list[str]] = {group: list(group.__annotations__) for group in (*options.GROUPS, options.MostUsed)}
+    groups: dict[Any, list[str]] = {group: list(group.__annotations__) for group in GROUPS}
     if everything:
-        from contaccum.training.arguments import ContAccumTrainingArguments
+        from contaccum.training.arguments import ContAccumTrainingArguments as Whole
 
-        known = [name for names in groups.values() for name in names]
-        rest = set(ContAccumTrainingArguments.__dataclass_fields__).difference(known)
-        groups |= {ContAccumTrainingArguments: sorted(rest)}
-        parser.epilog = None
+        groups[Whole] = sorted({*Whole.__dataclass_fields__}.difference(*groups.values()))
+    else:
+        parser.epilog = f"And transformers' {', '.join(MOST_USED)} ...: see contaccum train --help all."
     for group, names in groups.items():
-        section = parser.add_argument_group(str(group.__doc__).split(". ")[0].rstrip("."))
+        section = parser.add_argument_group(group.__doc__.split(". ")[0].rstrip("."))
         for one in (group.__dataclass_fields__[name] for name in names):
             kind, choices = re.search("bool|int|float|list|dict|str", str(one.type)), one.metadata.get("choices")
             text = one.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
@@ -42,9 +42,9 @@ def options_parser(everything: bool = False) -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     """Train as ``[CONFIG.yaml ...] [--key value ...]`` says and save the model into ``output_dir``."""
-    if {"-h", "--help"} & set(argv):
-        options_parser("all" in argv).print_help()
-        return 0
+    if {"-h", "--help"} & {*argv} or "_ARGCOMPLETE" in os.environ:
+        options_parser("all" in argv).parse(["--help"])
+    from tqdm.contrib.logging import logging_redirect_tqdm
     from transformers import set_seed
 
     from contaccum.training import config
@@ -71,7 +71,8 @@ def run(argv: Sequence[str]) -> int:
     about: Any = {"data_record": data.record(), "mining_data": mining_data}
     about["guide"] = config.load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
-    trainer.train(args.resume_from_checkpoint if resumes else None)
+    with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):  # above the bar, not in it
+        trainer.train(args.resume_from_checkpoint if resumes else None)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
         if model_args.merge_adapter:

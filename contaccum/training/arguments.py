@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
+from contaccum.data.samplers import RESUMING
 from contaccum.distill import Distillation
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.info_nce import BankedInfoNCE
-from contaccum.training import options
+from contaccum.training.options import DEFAULT_BANK_SIZE, LossArguments, MethodArguments, NegativesArguments
 
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
@@ -58,11 +59,7 @@ def refuse_alone(settings: Any, needs: Mapping[str, str], others: Any = None) ->
 
 @dataclass
 class ContAccumTrainingArguments(
-    options.RunArguments,
-    options.NegativesArguments,
-    options.LossArguments,
-    options.MethodArguments,
-    SentenceTransformerTrainingArguments,
+    NegativesArguments, LossArguments, MethodArguments, SentenceTransformerTrainingArguments
 ):
     """Arguments of :class:`ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
@@ -76,10 +73,9 @@ class ContAccumTrainingArguments(
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         if self.finds_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found it
-        for name in (name for group in options.OF_THE_TRAINER for name in group.__annotations__):
-            value, choices = getattr(self, name), self.__dataclass_fields__[name].metadata.get("choices")
-            if choices and isinstance(value, str):
-                check_choice(name, value, choices)
+        for one in (*fields(MethodArguments), *fields(LossArguments), *fields(NegativesArguments)):
+            if one.metadata.get("choices") and getattr(self, one.name) is not None:
+                check_choice(one.name, getattr(self, one.name), one.metadata["choices"])
         self._refuse()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
@@ -89,7 +85,7 @@ class ContAccumTrainingArguments(
         if self.deepspeed_plugin is not None:
             self._settle_deepspeed()
         if self.keeps_bank and self.bank_size is None:
-            self.bank_size = options.DEFAULT_BANK_SIZE
+            self.bank_size = DEFAULT_BANK_SIZE
         if self.method == "pre_batch":
             self.query_bank_size = 0
         settings = self.loss_settings("cos")
@@ -119,10 +115,10 @@ class ContAccumTrainingArguments(
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})
         for name, methods in _ONLY.items():
             value, others = getattr(self, name), " and ".join(methods)
-            refuse(
-                {f"method={method} with {name}={value}: it is for {others}. Drop it": value and method not in methods}
-            )
-        engine = next((name for name in ("deepspeed", "fsdp") if getattr(self, name) or _launched_with(name)), None)
+            wrong = value and method not in methods
+            refuse({f"method={method} with {name}={value}: it is for {others}. Drop it": wrong})
+        asked = {x: os.environ.get(f"ACCELERATE_USE_{x.upper()}", "") for x in ("deepspeed", "fsdp")}  # of the launcher
+        engine = next((name for name, said in asked.items() if getattr(self, name) or said.lower() == "true"), None)
         deepspeed = engine == "deepspeed"
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
         patient = self.early_stopping_patience is not None and name_of(self.eval_strategy) == "no"
@@ -235,14 +231,9 @@ class ContAccumTrainingArguments(
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
-    def avoids_duplicates(self) -> bool:
-        """Whether no text may occur twice in a batch."""
-        return name_of(self.batch_sampler) in ("no_duplicates", "no_duplicates_hashed")
-
-    @property
     def own_batch_sampler(self) -> bool:
         """Whether batches are made by ``group_by_label`` or by a sampler of the user's."""
-        return not self.avoids_duplicates and name_of(self.batch_sampler) != "batch_sampler"
+        return name_of(self.batch_sampler) not in RESUMING
 
     @property
     def gathers(self) -> bool:
@@ -268,11 +259,6 @@ LOSS_SETTINGS = tuple(
     if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments that are the loss's own, and are passed on to it by name."""
-
-
-def _launched_with(engine: str) -> bool:
-    """Whether ``accelerate launch`` asks for an engine."""
-    return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
 
 
 def name_of(kind: Any) -> str:

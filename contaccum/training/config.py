@@ -75,18 +75,13 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
     """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
     _check_adapter(model, str(args.output_dir))
     _ = data.sets  # checks them, and what all have in common
-    refreshes, evaluates = args.refresh_negatives_every is not None, name_of(args.eval_strategy) != "no"
-    refuse(
-        {
-            "refresh_negatives_every with num_hard_negatives=0: set it": refreshes and not data.num_hard_negatives,
-            f"distill={args.distill} with num_hard_negatives=0: set it": args.distill and not data.num_hard_negatives,
-            "refresh_negatives_every with several sets in train_data: it mines in one": refreshes
-            and not data.is_one_path,
-            f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
-                (data.eval_data is not None) != evaluates
-            ),
-        }
-    )
+    refreshes, strategy = args.refresh_negatives_every is not None, name_of(args.eval_strategy)
+    lone = (data.eval_data is None) != (strategy == "no")
+    several, none = refreshes and not data.is_one_path, data.num_hard_negatives == 0
+    refuse({"refresh_negatives_every with num_hard_negatives=0: set it": refreshes and none})
+    refuse({f"distill={args.distill} with num_hard_negatives=0: set it": args.distill and none})
+    refuse({"refresh_negatives_every with several sets in train_data: it mines in one": several})
+    refuse({f"eval_data={data.eval_data} with eval_strategy={strategy}: set both, or none": lone})
     refuse_alone(args, dict.fromkeys(("guide_margin", "guide_margin_strategy"), "guide"), model)
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
@@ -163,20 +158,15 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     from contaccum.evaluation.beir import load_data as load_beir
     from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
-    bad: Any = data.on_bad_record  # one of the choices
+    bad: Any = data.on_bad_record  # one of the choices, as is the similarity
     whole = load_beir(data.eval_data, data.eval_split, bad)
     dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
-    about: dict[str, Any] = {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}
     metric = args.metric_for_best_model
-    chosen = () if metric in (None, "loss") else (check_metric(str(metric)),)
-    return RetrievalEvaluator(
-        dataset,
-        tuple(dict.fromkeys((*DEFAULT_METRICS, *chosen))),
-        batch_size=args.per_device_eval_batch_size,
-        similarity=args.similarity,  # type: ignore[arg-type]  # checked by the arguments
-        primary_metric=chosen[0] if chosen else None,
-        about=about,
-    )
+    chosen = [] if metric in (None, "loss") else [check_metric(str(metric))]
+    metrics = tuple(dict.fromkeys((*DEFAULT_METRICS, *chosen)))
+    how: Any = {"batch_size": args.per_device_eval_batch_size, "similarity": args.similarity}
+    how |= {"about": {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}}
+    return RetrievalEvaluator(dataset, metrics, primary_metric=next(iter(chosen), None), **how)
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:

@@ -14,6 +14,12 @@ from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
 DEFAULT_BANK_SIZE = 1024
+MOST_USED = (
+    *("output_dir", "num_train_epochs", "learning_rate", "warmup_steps", "bf16", "seed", "resume_from_checkpoint"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "save_strategy", "eval_strategy"),
+)
+"""Of transformers' own."""
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -23,20 +29,8 @@ def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None)
 
 
 @dataclass
-class AdapterArguments:
-    """An adapter instead of all weights."""
-
-    lora_r: int | None = option(None, "Train an adapter (LoRA) of this rank, and keep the model as it is.")
-    lora_alpha: float | None = option(None, "The adapter counts alpha / r times. Default: 2 r.")
-    lora_dropout: float = option(0.0, "Of what the adapter reads.")
-    lora_target_modules: list[str] | None = option(None, "Layers with an adapter. Default: every linear one.")  # noqa: RUF009
-    load_in_4bit: bool = option(False, "Hold the weights beside an adapter in 4 bits, by bitsandbytes.")
-    merge_adapter: bool = option(False, "Save a full model in the end: the weights with the adapter added.")
-
-
-@dataclass
-class ModelArguments(AdapterArguments):
-    """The encoder to train."""
+class ModelArguments:
+    """The encoder to train, or an adapter beside its weights."""
 
     model: str = option("", "A folder or hub name: a SentenceTransformer, or a transformers backbone.")
     guide: str | None = option(None, "A SentenceTransformer that says which texts are no negatives; it stays as it is.")
@@ -50,6 +44,12 @@ class ModelArguments(AdapterArguments):
     dropout: float | None = option(None, "Of every layer. Default: the model's own. 0 is faster on a CPU.")
     freeze_word_embeddings: bool = option(False, "Do not train them: half of a small encoder's weights.")
     attn_implementation: str | None = option(None, "eager, sdpa, ... On a CPU, eager is faster for short texts.")
+    lora_r: int | None = option(None, "Train an adapter (LoRA) of this rank, and keep the model as it is.")
+    lora_alpha: float | None = option(None, "The adapter counts alpha / r times. Default: 2 r.")
+    lora_dropout: float = option(0.0, "Of what the adapter reads.")
+    lora_target_modules: list[str] | None = option(None, "Layers with an adapter. Default: every linear one.")  # noqa: RUF009
+    load_in_4bit: bool = option(False, "Hold the weights beside an adapter in 4 bits, by bitsandbytes.")
+    merge_adapter: bool = option(False, "Save a full model in the end: the weights with the adapter added.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
 
 
@@ -86,7 +86,7 @@ class DataArguments:
 
 @dataclass
 class MethodArguments:
-    """The method and its bank."""
+    """The method, its bank and its updates."""
 
     method: str = option("contaccum", "How an update gets its negatives; see docs/training.md.", METHODS)
     bank_size: int | None = option(None, f"Rows of each bank, for methods that have one. Default: {DEFAULT_BANK_SIZE}.")
@@ -94,14 +94,13 @@ class MethodArguments:
     total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
-    center_gradients: str = option(
-        "auto", "Let no update move a tower as a whole; docs/drift.md.", ("auto", "both", "passages", "queries", "none")
-    )
+    center_gradients: str = option("auto", "Let no update move a tower: auto, both, passages, queries or none.")
     bank_weight: float = option(1.0, "How often a banked pair counts; above 1: pairs the bank counts as; auto: by age.")
-    bank_dtype: str | None = option(
-        None, "Default: that of the embeddings, float32 at least.", ("float32", "bfloat16", "float16", "float64")
-    )
+    bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", FLOATS)
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
+    max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
+    early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
+    overwrite_output_dir: bool = option(False, "For `contaccum train`: train anew where a finished run lies.")
 
 
 @dataclass
@@ -116,17 +115,9 @@ class LossArguments:
     false_negative_margin: float | None = option(None, "Leave out what scores above a positive by more than this.")
     guide_margin: float = option(0.0, "Leave out what a guide scores above its score of the positive less this.")
     guide_margin_strategy: str = option("absolute", "relative: a share of that score.", ("absolute", "relative"))
-    hardness_mode: str | None = option(
-        None,
-        "Which negatives count for more, the higher they score.",
-        ("in_batch_negatives", "hard_negatives", "all_negatives"),
-    )
+    hardness_mode: str | None = option(None, "What counts more: in_batch_negatives, hard_negatives or all_negatives.")
     hardness_strength: float = option(0.0, "Times their similarity, added to their logits.")
-    directions: list[str] = option(  # noqa: RUF009
-        ["query_to_doc"],
-        "Whose similarities the loss is made of.",
-        ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"),
-    )
+    directions: list[str] = option(["query_to_doc"], "And doc_to_query, query_to_query, doc_to_doc, or some of them.")  # noqa: RUF009
     partition_mode: str = option("joint", "joint: one softmax over the directions.", ("joint", "per_direction"))
     matryoshka_dims: list[int] | None = option(None, "Train the first so many numbers of embeddings too: 384 128 64.")  # noqa: RUF009
 
@@ -145,35 +136,5 @@ class NegativesArguments:
     refresh_relative_margin: float = option(0.05, "Mine none that scores above (1 - this) of the positive's score.")
 
 
-@dataclass
-class RunArguments:
-    """When a run ends, and where it may begin."""
-
-    overwrite_output_dir: bool = option(False, "Of `contaccum train`: train anew where a finished run lies.")
-    max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
-    early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
-
-
-@dataclass
-class MostUsed:
-    """Most used of transformers' own."""
-
-    output_dir: str = option("", "Where model, log and checkpoints go.")
-    per_device_train_batch_size: int = option(8, "Pairs per micro-batch: what memory allows, or auto.")
-    gradient_accumulation_steps: int = option(1, "Micro-batches per update.")
-    num_train_epochs: float = option(3.0, "How often all is trained on.")
-    max_steps: int = option(-1, "Updates, whatever the epochs; -1: by epochs.")
-    learning_rate: float = option(5e-5, "At its highest.")
-    lr_scheduler_type: str = option("linear", "Or cosine, constant_with_warmup ...")
-    warmup_steps: float = option(0, "Updates, or a share of all, until the rate is at its highest.")
-    bf16: bool = option(False, "Mixed precision.")
-    seed: int = option(42, "Of the order of data, of dropout and of fresh weights.")
-    logging_steps: float = option(500, "Updates between two lines on the screen.")
-    save_strategy: str = option("steps", "When to save a checkpoint: no, epoch, steps (see save_steps) or best.")
-    eval_strategy: str = option("no", "When to evaluate: no, epoch or steps (see eval_steps).")
-    resume_from_checkpoint: str | None = option(None, "Go on from a checkpoint: last, auto or a folder.")
-
-
-OF_THE_TRAINER = (MethodArguments, LossArguments, NegativesArguments, RunArguments)
-GROUPS = (ModelArguments, AdapterArguments, DataArguments, *OF_THE_TRAINER)
+GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, NegativesArguments)
 """All groups of ours, in the order of `--help`; the fields of each are its ``__annotations__``."""

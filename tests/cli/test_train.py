@@ -12,6 +12,8 @@ import yaml
 from sample_texts import sentences
 from small_data import read_lines, write_lines
 
+from contaccum.training.log import CollapseWatch
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -41,6 +43,12 @@ def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     assert (record["documents"], record["of_documents"]) == (6, 8)
     assert train(tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
+
+
+def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(CollapseWatch, "observe", lambda *_: ["odd"])
+    assert train(tmp_path / "run", disable_tqdm="false") == 0
+    assert len(re.findall("(?:^|[\r\n])odd\n", capfd.readouterr().err)) == 3
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="th
         ({"guide_margin": 0.1}, "guide_margin=0.1 without guide"),
         ({"false_negative_margin": -1}, "false_negative_margin must be at least 0"),
         ({"hardness_strength": 5}, "hardness_strength=5.0 without hardness_mode"),
-        ({"directions": ["query_to_dog"]}, "directions: invalid choice"),
+        ({"directions": ["query_to_dog"]}, "directions must be one of"),
         ({"learn_temperature": True, "temperature": 0.001}, "learn_temperature with temperature=0.001"),
         ({"eval_strategy": "steps", "eval_steps": 2}, "eval_data=None with eval_strategy=steps"),
         ({"eval_data": "e"}, "eval_data=e with eval_strategy=no"),
