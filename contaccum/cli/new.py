@@ -13,16 +13,6 @@ from contaccum.cli.options import Parser
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import write_text
 
-_REPRESENT = "Represent this sentence for searching relevant passages: "
-_INSTRUCT = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
-PROMPTS = {
-    r"e5-mistral|gte-Qwen2|Qwen3-Embedding": (_INSTRUCT, ""),
-    r"(^|[/-])e5-": ("query: ", "passage: "),
-    r"bge-(small|base|large)-en|mxbai-embed|arctic-embed-(xs|s|m|l|m-v1\.5)$": (_REPRESENT, ""),
-    r"nomic-embed-text": ("search_query: ", "search_document: "),
-    r"embeddinggemma": ("task: search result | query: ", "title: none | text: "),
-}
-"""What families of models are used with before each query and each passage, by how their names look."""
 SAMPLE = 1000  # rows whose texts are measured
 ENOUGH = 50_000  # pairs for two towers: the paper's smallest set has 58,880
 
@@ -42,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"{config}: is there already; name another DIR, or remove it")
 
     import numpy as np
+    import yaml
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from contaccum.data import load_training_data, parse_columns
@@ -51,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     pairs, (queries, passages) = len(data.pairs), map(np.unique, data.pairs.T)
     rows = np.random.default_rng(0).permutation(len(data.dataset))[:SAMPLE]
     texts = data.transform.first_texts(sorted(rows.tolist()))
-    prompts = next((known for family, known in PROMPTS.items() if re.search(family, args.model, re.I)), ("", ""))
+    families = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+    prompts = next((known for family, known in families.items() if re.search(family, args.model, re.I)), ("", ""))
     length, measured = _measure(args.model)
     lengths = []
     for prompt, column in zip(prompts, ("query", "positive"), strict=True):

@@ -107,8 +107,7 @@ class ContAccumTrainingArguments(
         }
 
     def _refuse(self) -> None:
-        method, auto = self.method, self.finds_micro_batch
-        dims = self.matryoshka_dims
+        method, auto, dims = self.method, self.finds_micro_batch, self.matryoshka_dims
         refuse({f"matryoshka_dims={dims}: name sizes of at least 1": dims is not None and min(dims, default=0) < 1})
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
@@ -120,20 +119,16 @@ class ContAccumTrainingArguments(
         asked = {x: os.environ.get(f"ACCELERATE_USE_{x.upper()}", "") for x in ("deepspeed", "fsdp")}  # of the launcher
         engine = next((name for name, said in asked.items() if getattr(self, name) or said.lower() == "true"), None)
         deepspeed = engine == "deepspeed"
+        cached, scaled = deepspeed and method in CACHED_METHODS, deepspeed and self.fp16
+        unsized = auto and self.total_train_batch_size is None
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
         patient = self.early_stopping_patience is not None and name_of(self.eval_strategy) == "no"
         rules = {
-            f"method={method} with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": (
-                deepspeed and method in CACHED_METHODS
-            ),
-            "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": (
-                deepspeed and self.fp16
-            ),
+            f"method={method} with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": cached,
+            "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": scaled,
             "method=in_batch with gradient_accumulation_steps or auto: its update is one batch": one_batch,
             "auto_find_batch_size: set per_device_train_batch_size=auto, which keeps pairs": self.auto_find_batch_size,
-            "per_device_train_batch_size=auto: say how many pairs an update has with total_train_batch_size": (
-                auto and self.total_train_batch_size is None
-            ),
+            "per_device_train_batch_size=auto: say how many pairs an update has with total_train_batch_size": unsized,
             "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps": patient,
             f"per_device_train_batch_size=auto with {engine}: give a number": engine and auto,
             "refresh_negatives_every with distill: negatives mined meanwhile have no teacher scores. Drop one": (

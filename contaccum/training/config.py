@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -95,9 +96,9 @@ def _check_adapter(model: ModelArguments, output_dir: str) -> None:
     refuse_alone(model, dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r"))
     in_place = model.merge_adapter and Path(model.model).resolve() == Path(output_dir).resolve()
     refuse({"merge_adapter with model as output_dir: checkpoints would lose their base. Name another": in_place})
-    refuse({f"lora_r must be at least 1, got {r}": r is not None and r < 1})
     refuse({f"lora_dropout must be at least 0 and less than 1, got {dropout}": not 0 <= dropout < 1})
     if r is not None:
+        refuse({f"lora_r must be at least 1, got {r}": r < 1})
         adapters.require_peft(f"lora_r={r}")
     if model.load_in_4bit:
         adapters.in_4bit()
@@ -242,7 +243,6 @@ def _is_sentence_transformer(name: str) -> bool:
     from contaccum.encoders import require_model
 
     require_model(name)
-    try:
+    with suppress(Exception):  # any of the hub's errors: loading it will fail next, with a message of its own
         return is_sentence_transformer_model(name)
-    except Exception:  # any of the hub's errors: loading it will fail next, with a message of its own
-        return False
+    return False
