@@ -44,11 +44,11 @@ def run(argv: Sequence[str]) -> int:
     texts = data.transform.first_texts(sorted(rows.tolist()))
     families = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
     prompts = next((known for family, known in families.items() if re.search(family, args.model, re.I)), ("", ""))
-    length, measured = _measure(args.model)
+    length, limit, measured = _measure(args.model)
     lengths = []
     for prompt, column in zip(prompts, ("query", "positive"), strict=True):
         most = np.quantile([length(f"{prompt}{text}") for text in texts[column]], 0.95)
-        lengths.append(int(min(512, most // 8 * 8 + 8)))  # of whole eights, which accelerators like
+        lengths.append(int(min(limit, most // 8 * 8 + 8)))  # of whole eights, which accelerators like
     alike = bool(np.isin(queries, passages).mean() > 0.01 or lengths[1] <= 2 * lengths[0])
     found |= {"data": data, "model": args.model, "folder": args.folder, "config": config, "prompts": prompts}
     found |= {"pairs": pairs, "queries": len(queries), "passages": len(passages), "lengths": lengths}
@@ -63,8 +63,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure(model: str) -> tuple[Callable[[str], float], str]:
-    """The length of a text in tokens, and how it is known: by the model's tokenizer, where that can be had."""
+def _measure(model: str) -> tuple[Callable[[str], float], int, str]:
+    """The length of a text in tokens, the most to use, and how both are known: by the tokenizer, if it can be had."""
     from transformers import AutoTokenizer
 
     from contaccum.encoders import require_model
@@ -73,5 +73,6 @@ def _measure(model: str) -> tuple[Callable[[str], float], str]:
         require_model(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (UserError, OSError, ValueError):
-        return lambda text: len(text.encode()) / 4, "guessed from their letters, without the tokenizer"
-    return lambda text: len(tokenizer(text, verbose=False)["input_ids"]), "by the tokenizer"
+        return lambda text: len(text.encode()) / 4, 512, "guessed from their letters, without the tokenizer"
+    most = min(512, tokenizer.model_max_length)
+    return lambda text: len(tokenizer(text, verbose=False)["input_ids"]), most, "by the tokenizer"

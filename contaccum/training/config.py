@@ -78,10 +78,10 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
     _ = data.sets  # checks them, and what all have in common
     refreshes, strategy = args.refresh_negatives_every is not None, name_of(args.eval_strategy)
     lone = (data.eval_data is None) != (strategy == "no")
-    several, none = refreshes and not data.is_one_path, data.num_hard_negatives == 0
+    several, none = len(data.train_data) > 1 or data.train_data[0].lstrip().startswith("{"), not data.num_hard_negatives
     refuse({"refresh_negatives_every with num_hard_negatives=0: set it": refreshes and none})
     refuse({f"distill={args.distill} with num_hard_negatives=0: set it": args.distill and none})
-    refuse({"refresh_negatives_every with several sets in train_data: it mines in one": several})
+    refuse({"refresh_negatives_every with several sets in train_data: it mines in one": refreshes and several})
     refuse({f"eval_data={data.eval_data} with eval_strategy={strategy}: set both, or none": lone})
     refuse_alone(args, dict.fromkeys(("guide_margin", "guide_margin_strategy"), "guide"), model)
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))

@@ -78,11 +78,6 @@ class DataArguments:
         common = {name: getattr(self, name) for name in names}
         return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
 
-    @property
-    def is_one_path(self) -> bool:
-        """Whether there is one training set, of which nothing is said but where it is."""
-        return len(self.train_data) == 1 and not self.train_data[0].lstrip().startswith("{")
-
 
 @dataclass
 class MethodArguments:

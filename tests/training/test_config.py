@@ -103,7 +103,7 @@ def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     _, data, args = parse([config(tmp_path, **given, early_stopping_patience=3)])
     assert args.multi_dataset_batch_sampler == "round_robin"
     assert args.prompts == prompts and list(data.sets) == [*prompts]
-    assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better and not data.is_one_path
+    assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better
 
 
 def test_auto_can_be_given_on_the_command_line(tmp_path):
