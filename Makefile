@@ -21,7 +21,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 # Trains all-MiniLM-L6-v2 on SciFact with a bank of negatives and scores it on BEIR's test queries, before and after.
 # COMPARE=1 trains plain gradient accumulation with the same budget as well.
 quickstart: $(VENV)/.installed-demo
-	$(BIN)/python scripts/quickstart.py $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
+	$(BIN)/contaccum quickstart $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)
 
 # For every change. A process per core, each with one thread and whole files of tests: what a file sets up is set up once.
 test: $(DEV)

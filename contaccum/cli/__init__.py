@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The `contaccum` command: finds the subcommand, turns the user's mistakes into one line and exit code 2.
 
 Exit codes: 0 done; 2 a mistake of the user's; 130 and 143 stopped by SIGINT and SIGTERM, training after it has saved;
@@ -11,16 +12,19 @@ import os
 import sys
 from collections.abc import Sequence
 
+from contaccum.cli.options import completed
 from contaccum.errors import UserError, closest
 from contaccum.files import redact
 from contaccum.version import __version__
 
 COMMANDS = {
+    "quickstart": "train a small encoder on SciFact and score it before and after",
+    "new": "look at your training data and write a config for it",
     "train": "train a retriever from a YAML config and overrides",
+    "evaluate": "score a model on BEIR data with FAISS",
     "mine": "find hard negatives for training data",
     "encode": "encode a corpus of any size into a memory-mapped store",
     "search": "search a store for queries, and write a TREC run",
-    "evaluate": "score a model on BEIR data with FAISS",
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train methods side by side and report which is better",
     "report": "draw runs, comparisons and evaluations as one HTML page",
@@ -30,6 +34,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV`` and return the exit code."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what can come next: which commands, or what its parser knows
+        name, rest = completed(COMMANDS), []
     try:
         if name in COMMANDS:
             return importlib.import_module(f"contaccum.cli.{name}").run(rest)
@@ -46,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"contaccum {__version__}")
         return 0
-    lines = [f"  {command:<10} {text}" for command, text in COMMANDS.items()]
+    lines = [f"  {command:<11} {text}" for command, text in COMMANDS.items()]
     lines += ["", "contaccum COMMAND --help lists the options of a command."]
     print("\n".join(["usage: contaccum COMMAND [OPTIONS]", "", *lines]))
     return 0 if name else 2

@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
     add("--output_dir", type=Path, default=Path("runs/compare"))
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
-    asked, rest = parser.parse_known_args(argv[len(files) :])
+    asked, rest = parser.parse(argv[len(files) :], rest=True)
 
     from contaccum.comparison.plan import make_plan, read_options, with_chosen
     from contaccum.comparison.report import build_report, markdown

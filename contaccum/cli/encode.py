@@ -17,14 +17,14 @@ from typing import Any
 from contaccum.cli.options import MODEL, Parser, load_model, positive
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model or the folder."""
     from contaccum.retrieval.store import STORED, StoreWriter, check_bits, check_folder
 
     what = "Encode a corpus of any size into a memory-mapped store of embeddings."
     parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_model("a folder, or a name on the model hub")
     forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
     add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
     add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
@@ -32,6 +32,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
     add("--overwrite", action="store_true", help="start anew where another store lies")
     args = parser.parse(argv)
+    if args.model is None:
+        parser.error("name a MODEL to encode with")
     from tqdm.auto import tqdm
 
     from contaccum.data import RecordReport

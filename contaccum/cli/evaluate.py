@@ -19,7 +19,7 @@ from contaccum.files import require_writable, write_json, write_text
 _NOT_OF_MTEB = ("run", "split", "dims", "quantize", "index", "index_parameters", "similarity", "precision")
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """`contaccum evaluate MODEL --data SET [SET ...] --output out.json`, or `--run R.trec` and one set; returns 0.
 
     One set: its record and run, out.json and out.trec. Several: out.NAME.json and out.NAME.trec of each, and their
@@ -133,12 +133,12 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
     return sets, previous, records
 
 
-def parse_scoring(parser: Parser, argv: Sequence[str] | None, output: Path, k_values: list[int]) -> argparse.Namespace:
+def parse_scoring(parser: Parser, argv: Sequence[str], output: Path, k_values: list[int]) -> argparse.Namespace:
     """The parser's arguments, a MODEL or a --run, how to search; raises `ConfigError` for what cannot be."""
     from contaccum.evaluation.metrics import check_k_values
 
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_model("a folder, or a name on the model hub")
     add("--run", type=Path, metavar="RUN.trec", help="score this run instead of searching with a MODEL")
     add("--output", default=output, type=Path, metavar="OUT.json", help="and OUT.NAME.json of several sets")
     add("--k_values", nargs="+", type=int, default=k_values, metavar="K", help="cut-offs of the metrics")

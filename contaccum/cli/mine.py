@@ -11,7 +11,7 @@ from contaccum.errors import ConfigError
 from contaccum.files import provenance
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data or the models, and writes nothing."""
     from contaccum import mining
     from contaccum.data import parse_training_sets
@@ -20,7 +20,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     what = "Find hard negatives for training data: passages that score high and are not known to be relevant."
     parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="a folder, or a name on the model hub; none for --method bm25")
+    parser.add_model("a folder, or a name on the model hub; none for --method bm25")
     add("--data", required=True, metavar="DATA", help="training data, as `contaccum train` takes it (docs/data.md)")
     add("--corpus", metavar="PATH", help="mine in these passages instead of the data's own; see contaccum encode")
     add("--data_format", help="default: sniffed")

@@ -11,7 +11,7 @@ from contaccum.cli.options import SEARCH, Parser, load_model, search_settings
 from contaccum.files import fingerprint
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """`contaccum open_qa MODEL --questions Q --passages P --output out.json`, or `--run R.trec`; returns 0.
 
     Raises `UserError` for every mistake in the arguments, the data or the model.

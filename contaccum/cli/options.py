@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from contaccum.errors import ConfigError, closest
+from contaccum.errors import ConfigError
+from contaccum.names import hint, in_our_names
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -16,21 +19,46 @@ class Parser(argparse.ArgumentParser):
     """Has options of :data:`SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
 
     def __init__(self, command: str, description: str, *shared: str, usage: str | None = None) -> None:
-        super().__init__(f"contaccum {command}", usage, description, allow_abbrev=False)
+        form = partial(argparse.HelpFormatter, max_help_position=34)
+        super().__init__(f"contaccum {command}", usage, description, allow_abbrev=False, formatter_class=form)
         for name in shared:
             self.add_argument(f"--{name}", **SHARED[name])
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
-    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """`parse_args`, where an unknown option is told which one it is like."""
-        parsed, unknown = self.parse_known_args(argv)
-        if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
-            hint = closest(unknown[0].split("=")[0].replace("-", "_"), [x.replace("-", "_") for x in options])
-            raise ConfigError(f"unknown argument {unknown[0]!r}{hint.replace('__', '--')} (see {self.prog} --help)")
-        return parsed
+    def add_model(self, text: str) -> None:
+        """MODEL in its place, or as ``--model``, as `contaccum train` has it."""
+        self.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+        self.add_argument("--model", help=argparse.SUPPRESS)
+
+    def parse(self, argv: Sequence[str], rest: bool = False) -> Any:
+        """`parse_args`, in other tools' names too; an unknown option is told which one it is like.
+
+        With ``rest``, those unknown are returned as well.
+        """
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)  # which ends here
+        known = [action.dest for action in self._actions]  # argparse shows them nowhere else
+        parsed, unknown = self.parse_known_args(in_our_names(argv, known))
+        if unknown and not rest:
+            like = hint(unknown[0].split("=")[0].lstrip("-"), known)
+            raise ConfigError(f"unknown argument {unknown[0]!r}{like} (see {self.prog} --help)")
+        return (parsed, unknown) if rest else parsed
+
+
+def completed(commands: Iterable[str]) -> str:
+    """The command of the line that the shell has; without one, tells it which ``commands`` there are, and ends."""
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    if len(words) > 2 and words[1] in commands:
+        os.environ["_ARGCOMPLETE"] = "2"  # the words from here on are the parser's
+        return words[1]
+    parser = Parser("", "")
+    parser.add_argument("command", choices=list(commands))
+    parser.parse([])
+    return ""
 
 
 def positive(text: str) -> int:

@@ -17,13 +17,13 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.files import provenance, require_writable, write_json, write_text
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model, the store or the index."""
     what = "Search a store that contaccum encode wrote, and write a run in TREC's format."
     parser = Parser("search", what, "index", "index_parameters", "similarity", *MODEL)
     parser.set_defaults(passage_max_length=None)
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="that wrote the store; none where --queries is a store too")
+    parser.add_model("that wrote the store; none where --queries is a store too")
     add("--store", type=Path, required=True, metavar="FOLDER", help="documents that contaccum encode wrote")
     forms = "jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder, or a store of encoded queries"
     add("--queries", type=Path, required=True, metavar="PATH", help=forms)

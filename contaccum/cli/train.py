@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from contaccum.cli.options import Parser
+from contaccum.errors import ConfigError
 from contaccum.files import require_writable
+from contaccum.training.options import GROUPS, MOST_USED
+
+
+def options_parser(everything: bool = False) -> Parser:
+    """What `--help` shows: our options in groups; ``everything``: those of transformers too, which takes long."""
+    about = "Train a retriever. A YAML config has the same keys; later files and the command line override."
+    parser = Parser("train", about, usage="contaccum train [CONFIG.yaml ...] [--key value ...]")
+    groups: dict[Any, list[str]] = {group: list(group.__annotations__) for group in GROUPS}
+    if everything:
+        from contaccum.training.arguments import ContAccumTrainingArguments as Whole
+
+        groups[Whole] = sorted({*Whole.__dataclass_fields__}.difference(*groups.values()))
+    else:
+        parser.epilog = f"And transformers' {', '.join(MOST_USED)} ...: see contaccum train --help all."
+    for group, names in groups.items():
+        section = parser.add_argument_group(group.__doc__.split(". ")[0].rstrip("."))
+        for one in (group.__dataclass_fields__[name] for name in names):
+            kind, choices = re.search("bool|int|float|list|dict|str", str(one.type)), one.metadata.get("choices")
+            text = one.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
+            default = getattr(one.default, "value", one.default)  # of an enumeration
+            if default not in (None, False, "", MISSING) and "efault" not in text:
+                text += f" Default: {str(default).lower()}."
+            shown = None if choices or kind is None else kind[0].upper()
+            section.add_argument(f"--{one.name}", metavar=shown, choices=choices, help=text)
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Train as ``[CONFIG.yaml ...] [--key value ...]`` says and save the model into ``output_dir``."""
+    if {"-h", "--help"} & {*argv} or "_ARGCOMPLETE" in os.environ:
+        options_parser("all" in argv).parse(["--help"])
+    from tqdm.contrib.logging import logging_redirect_tqdm
     from transformers import set_seed
 
     from contaccum.training import config
@@ -19,6 +53,11 @@ def run(argv: Sequence[str]) -> int:
 
     model_args, data_args, args = config.parse(argv)
     output_dir = str(args.output_dir)
+    resumes = str(args.resume_from_checkpoint or "").lower() not in ("", "false", "none")
+    finished = all((Path(output_dir) / name).is_file() for name in (RUN_RECORD, "modules.json"))
+    if finished and not resumes and not args.overwrite_output_dir:
+        mend = "Name another output_dir, set resume_from_checkpoint=last to go on, or overwrite_output_dir=true"
+        raise ConfigError(f"{output_dir}: a finished run lies there, which this one would replace. {mend}")
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
     with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
@@ -32,8 +71,8 @@ def run(argv: Sequence[str]) -> int:
     about: Any = {"data_record": data.record(), "mining_data": mining_data}
     about["guide"] = config.load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
-    resume = str(args.resume_from_checkpoint or "")
-    trainer.train(None if resume.lower() in ("", "false", "none") else resume)
+    with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):  # above the bar, not in it
+        trainer.train(args.resume_from_checkpoint if resumes else None)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
         if model_args.merge_adapter:

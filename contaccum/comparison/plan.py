@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, METHODS, OF_A_BANK, ContAccumTrainingArguments
-from contaccum.training.config import DataArguments, ModelArguments, as_options, parse
+from contaccum.names import our_name
+from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, OF_A_BANK, ContAccumTrainingArguments
+from contaccum.training.config import as_options, parse
+from contaccum.training.options import METHODS, DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]
 """Key of `contaccum train` -> its values, as text."""
@@ -200,7 +202,7 @@ def _by_key(tokens: Sequence[str]) -> dict[str, list[str]]:
     for token in tokens:
         if token.startswith("--"):
             key, equals, value = token[2:].partition("=")
-            current = options[key.replace("-", "_")] = [value] if equals else []
+            current = options[our_name(key, _KEYS)] = [value] if equals else []
         elif options:
             current.append(token)
         else:

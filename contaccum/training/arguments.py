@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,38 +19,24 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.centering import CENTERINGS
-from contaccum.directions import DIRECTIONS, PARTITION_MODES
-from contaccum.distill import DISTILLATIONS, Distillation
+from contaccum.data.samplers import RESUMING
+from contaccum.distill import Distillation
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
-from contaccum.hardness import HARDNESS_MODES
 from contaccum.info_nce import BankedInfoNCE
+from contaccum.training.options import DEFAULT_BANK_SIZE, LossArguments, MethodArguments, NegativesArguments
 
-METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
 CACHED_METHODS = ("grad_cache", "contaccum_cached")
-DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 DEEPSPEED = "0.19.8"  # the version tested; early ones apply updates that are not finite, in bfloat16
 _ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum", "contaccum_cached")}
 OF_A_BANK = (
-    "bank_size",
-    "query_bank_size",
-    "normalize_by",
-    "bank_hard_negatives",
-    "drift_compensation",
-    "bank_weight",
-    "bank_dtype",
+    *("bank_size", "query_bank_size", "bank_hard_negatives", "bank_weight", "bank_dtype"),
+    *("normalize_by", "drift_compensation"),
 )
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
-BANK_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field with its default, what `--help` says of it, and the values it may have."""
-    return field(default=default, metadata={"help": help_text, **({"choices": choices} if choices else {})})
 
 
 def refuse(rules: Mapping[str, Any]) -> None:
@@ -72,7 +58,9 @@ def refuse_alone(settings: Any, needs: Mapping[str, str], others: Any = None) ->
 
 
 @dataclass
-class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
+class ContAccumTrainingArguments(
+    NegativesArguments, LossArguments, MethodArguments, SentenceTransformerTrainingArguments
+):
     """Arguments of `ContAccumTrainer`: those of SentenceTransformerTrainingArguments, and these.
 
     A micro-batch is ``per_device_train_batch_size`` pairs, an update ``gradient_accumulation_steps`` of them, for every
@@ -81,51 +69,13 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
     for combinations that cannot work, naming both settings.
     """
 
-    method: str = option("contaccum", "How an update gets its negatives; see docs/training.md.", METHODS)
-    bank_size: int | None = option(None, f"Rows of each bank, with methods that have one. Default {DEFAULT_BANK_SIZE}.")
-    query_bank_size: int | None = option(None, "Rows of the query bank: bank_size (default), or 0, which is pre_batch.")
-    similarity: str | None = option(None, "Default: the model's own.", ("cos", "dot"))
-    temperature: float | None = option(None, "Divides the scores. Default 0.05 with cos, 1.0 with dot.")
-    normalize_by: str = option("local", "local: mean over the local rows. all: over bank rows too, as in the paper.")
-    mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
-    false_negative_margin: float | None = option(None, "Leave out what scores above a positive by more than this.")
-    guide_margin: float = option(0.0, "Leave out what a guide scores above its score of the positive less this.")
-    guide_margin_strategy: str = option("absolute", "relative: a share of that score.", ("absolute", "relative"))
-    hardness_mode: str | None = option(None, "Which negatives count for more, the higher they score.", HARDNESS_MODES)
-    hardness_strength: float = option(0.0, "Times their similarity, added to their logits.")
-    directions: list[str] = field(
-        default_factory=lambda: ["query_to_doc"],
-        metadata={"help": "Whose similarities the loss is made of.", "choices": tuple(DIRECTIONS)},
-    )
-    partition_mode: str = option("joint", "joint: one softmax over the directions.", PARTITION_MODES)
-    matryoshka_dims: list[int] | None = option(None, "Train the first so many numbers of embeddings too: 384 128 64.")  # noqa: RUF009
-    learn_temperature: bool = option(False, "Train it too, from temperature on; 0.01 at the least.")
-    bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
-    drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
-    center_gradients: str = option("auto", "Let no update move a tower as a whole; docs/drift.md.", CENTERINGS)
-    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: pairs the bank counts as; auto: by age.")
-    bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", tuple(BANK_DTYPES))
-    gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
-    distill: str | None = option(None, "Learn from the teacher's scores in the data too.", DISTILLATIONS)
-    distill_weight: float = option(1.0, "Of the distillation term, which is added to the contrastive loss.")
-    distill_temperature: float = option(1.0, "With kl: divides the scores of student and teacher.")
-    refresh_negatives_every: int | None = option(None, "Updates after which hard negatives are mined anew.")
-    refresh_corpus: str | None = option(None, "Where to mine. Default: a BEIR folder's corpus, else the positives.")
-    refresh_pool: int = option(30, "Negatives mined per query; each epoch samples as many as a row takes.")
-    refresh_range_max: int | None = option(None, "Mine none beyond this rank. Default: ten times refresh_pool.")
-    refresh_relative_margin: float = option(0.05, "Mine none that scores above (1 - this) of the positive's score.")
-    total_train_batch_size: int | None = option(None, "Pairs per update, on all devices; the steps follow from it.")
-    max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
-    early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
-
     def __post_init__(self) -> None:
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         if self.finds_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found it
-        for name in ContAccumTrainingArguments.__annotations__:
-            value, choices = getattr(self, name), self.__dataclass_fields__[name].metadata.get("choices")
-            if choices and isinstance(value, str):
-                check_choice(name, value, choices)
+        for one in (*fields(MethodArguments), *fields(LossArguments), *fields(NegativesArguments)):
+            if one.metadata.get("choices") and getattr(self, one.name) is not None:
+                check_choice(one.name, getattr(self, one.name), one.metadata["choices"])
         self._refuse()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers takes bf16 for a GPU setting otherwise
@@ -150,40 +100,35 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         similarity = self.similarity or model_similarity
         return settings | {
             "bank_size": self.bank_size or 0,
-            "bank_dtype": None if self.bank_dtype is None else BANK_DTYPES[self.bank_dtype],
+            "bank_dtype": None if self.bank_dtype is None else getattr(torch, self.bank_dtype),
             "similarity": similarity,
             "temperature": DEFAULT_TEMPERATURE[similarity] if self.temperature is None else self.temperature,
             "gather_across_devices": self.gathers,
         }
 
     def _refuse(self) -> None:
-        method, auto = self.method, self.finds_micro_batch
-        dims = self.matryoshka_dims
+        method, auto, dims = self.method, self.finds_micro_batch, self.matryoshka_dims
         refuse({f"matryoshka_dims={dims}: name sizes of at least 1": dims is not None and min(dims, default=0) < 1})
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})
         for name, methods in _ONLY.items():
             value, others = getattr(self, name), " and ".join(methods)
-            refuse(
-                {f"method={method} with {name}={value}: it is for {others}. Drop it": value and method not in methods}
-            )
-        engine = next((name for name in ("deepspeed", "fsdp") if getattr(self, name) or _launched_with(name)), None)
+            wrong = value and method not in methods
+            refuse({f"method={method} with {name}={value}: it is for {others}. Drop it": wrong})
+        asked = {x: os.environ.get(f"ACCELERATE_USE_{x.upper()}", "") for x in ("deepspeed", "fsdp")}  # of the launcher
+        engine = next((name for name, said in asked.items() if getattr(self, name) or said.lower() == "true"), None)
         deepspeed = engine == "deepspeed"
+        cached, scaled = deepspeed and method in CACHED_METHODS, deepspeed and self.fp16
+        unsized = auto and self.total_train_batch_size is None
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
         patient = self.early_stopping_patience is not None and name_of(self.eval_strategy) == "no"
         rules = {
-            f"method={method} with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": (
-                deepspeed and method in CACHED_METHODS
-            ),
-            "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": (
-                deepspeed and self.fp16
-            ),
+            f"method={method} with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": cached,
+            "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": scaled,
             "method=in_batch with gradient_accumulation_steps or auto: its update is one batch": one_batch,
             "auto_find_batch_size: set per_device_train_batch_size=auto, which keeps pairs": self.auto_find_batch_size,
-            "per_device_train_batch_size=auto: say how many pairs an update has with total_train_batch_size": (
-                auto and self.total_train_batch_size is None
-            ),
+            "per_device_train_batch_size=auto: say how many pairs an update has with total_train_batch_size": unsized,
             "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps": patient,
             f"per_device_train_batch_size=auto with {engine}: give a number": engine and auto,
             "refresh_negatives_every with distill: negatives mined meanwhile have no teacher scores. Drop one": (
@@ -281,14 +226,9 @@ class ContAccumTrainingArguments(SentenceTransformerTrainingArguments):
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
-    def avoids_duplicates(self) -> bool:
-        """Whether no text may occur twice in a batch."""
-        return name_of(self.batch_sampler) in ("no_duplicates", "no_duplicates_hashed")
-
-    @property
     def own_batch_sampler(self) -> bool:
         """Whether batches are made by ``group_by_label`` or by a sampler of the user's."""
-        return not self.avoids_duplicates and name_of(self.batch_sampler) != "batch_sampler"
+        return name_of(self.batch_sampler) not in RESUMING
 
     @property
     def gathers(self) -> bool:
@@ -314,11 +254,6 @@ LOSS_SETTINGS = tuple(
     if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments that are the loss's own, and are passed on to it by name."""
-
-
-def _launched_with(engine: str) -> bool:
-    """Whether ``accelerate launch`` asks for an engine."""
-    return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
 
 
 def name_of(kind: Any) -> str:

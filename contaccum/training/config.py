@@ -9,84 +9,24 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
-from contaccum.data import DATA_FORMATS, TrainingSets, load_training_sets, parse_columns, parse_training_sets
-from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
-from contaccum.errors import ConfigError, closest
+from contaccum.data import TrainingSets, load_training_sets
+from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.training.arguments import ContAccumTrainingArguments, name_of, option, refuse, refuse_alone
+from contaccum.names import hint, in_our_names, our_name
+from contaccum.training.arguments import ContAccumTrainingArguments, name_of, refuse, refuse_alone
+from contaccum.training.options import DataArguments, ModelArguments
 
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder
     from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator
     from contaccum.mining import MiningData
-
-
-@dataclass
-class ModelArguments:
-    """Which encoder to train."""
-
-    model: str = option("", "A folder or hub name: a SentenceTransformer, or a transformers backbone.")
-    guide: str | None = option(None, "A SentenceTransformer that says which texts are no negatives; it stays as it is.")
-    tied: bool = option(True, "One encoder for queries and passages, or two.")
-    pooling: str | None = option(None, "For a backbone. Default: by architecture.", ("cls", "mean", "lasttoken"))
-    normalize: bool = option(False, "For a backbone: scale embeddings to length 1.")
-    query_prompt: str | None = option(None, "Put before every query.")
-    passage_prompt: str | None = option(None, "Put before every passage.")
-    query_max_length: int | None = option(None, "Tokens of a query. Default: the model's own, 32 for a backbone.")
-    passage_max_length: int | None = option(None, "Tokens of a passage. Default: the model's own, 256 for a backbone.")
-    dropout: float | None = option(None, "Of every layer. Default: the model's own. 0 is faster on a CPU.")
-    freeze_word_embeddings: bool = option(False, "Do not train them: half of a small encoder's weights.")
-    attn_implementation: str | None = option(None, "eager, sdpa, ... On a CPU, eager is faster for short texts.")
-    lora_r: int | None = option(None, "Train an adapter (LoRA) of this rank, and keep the model as it is.")
-    lora_alpha: float | None = option(None, "The adapter counts alpha / r times. Default: 2 r.")
-    lora_dropout: float = option(0.0, "Of what the adapter reads.")
-    lora_target_modules: list[str] | None = option(None, "Layers with an adapter. Default: every linear one.")  # noqa: RUF009
-    load_in_4bit: bool = option(False, "Hold the weights beside an adapter in 4 bits, by bitsandbytes.")
-    merge_adapter: bool = option(False, "Save a full model in the end: the weights with the adapter added.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
-
-
-@dataclass
-class DataArguments:
-    """What to train it on, and what to evaluate on meanwhile; docs/data.md has the formats."""
-
-    train_data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "A folder, a file or a Hugging Face data set; or several, paths or {path: ..., columns: ...}."
-        },
-    )
-    data_format: str | None = option(None, "Default: detected from the content.", tuple(DATA_FORMATS))
-    data_columns: list[str] | None = option(None, "The data's names of fields: query=question ...")  # noqa: RUF009
-    split: str = option("train", "Of a BEIR or MS MARCO folder, or of a Hugging Face data set.")
-    num_hard_negatives: int = option(0, "Hard negatives per query to use.")
-    positives: str | None = option(None, "Of several: draw one in each epoch, the first, or all.", POSITIVES_USED)
-    negatives_from: int | None = option(None, "Sample hard negatives from the first so many of a record. Default: all.")
-    missing_negatives: str = option("fill", "Fill up with others' passages, or drop the record.", MISSING_NEGATIVES)
-    on_bad_record: str = option("stop", "At a record that cannot be used; skip counts them.", ("stop", "skip"))
-    eval_data: str | None = option(None, "A BEIR folder, the name of a public set, or nanobeir, to evaluate on.")
-    eval_split: str = option("dev", "Of eval_data: which judgements.")
-    eval_queries: int | None = option(None, "Evaluate on so many of its queries, the same each time. Default: all.")
-    eval_corpus_size: int | None = option(None, "Search among so many of its documents, all relevant ones included.")
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """How each training set is read, by its name; raises `ConfigError` for what cannot be used."""
-        names = ("split", "num_hard_negatives", "positives", "negatives_from", "missing_negatives", "data_format")
-        common = {name: getattr(self, name) for name in names}
-        return parse_training_sets(self.train_data, common | {"columns": parse_columns(self.data_columns)})
-
-    @property
-    def is_one_path(self) -> bool:
-        """Whether there is one training set, of which nothing is said but where it is."""
-        return len(self.train_data) == 1 and not self.train_data[0].lstrip().startswith("{")
 
 
 class _Parser(HfArgumentParser):
@@ -109,18 +49,19 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         if kind := {"per_device_train_batch_size": int, "bank_weight": float}.get(action.dest):
             action.type = lambda value, kind=kind: "auto" if value.lower() == "auto" else kind(value)
     known = {action.dest for action in parser._actions}
-    rest, options = list(argv), []
+    rest, given = list(argv), []
     while rest and not rest[0].startswith("-"):
-        options += as_options(rest.pop(0), known)
+        given += as_options(rest.pop(0), known)
+    given += in_our_names(rest, known)
     try:
-        *parsed, unknown = parser.parse_args_into_dataclasses([*options, *rest], return_remaining_strings=True)
+        *parsed, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:  # what transformers refuses, in its words
         raise ConfigError(str(error)) from error
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown key {key!r} on the command line{closest(key, known)}")
+        raise ConfigError(f"unknown key {key!r} on the command line{hint(key, known)}")
     model, data, args = parsed
     # transformers would put a run without a folder into one of its own choice.
     output_dir = "" if args.output_dir == "trainer_output" else args.output_dir
@@ -135,21 +76,15 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
     """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
     _check_adapter(model, str(args.output_dir))
     _ = data.sets  # checks them, and what all have in common
-    refreshes, evaluates = args.refresh_negatives_every is not None, name_of(args.eval_strategy) != "no"
-    refuse(
-        {
-            "refresh_negatives_every with num_hard_negatives=0: set it": refreshes and not data.num_hard_negatives,
-            f"distill={args.distill} with num_hard_negatives=0: set it": args.distill and not data.num_hard_negatives,
-            "refresh_negatives_every with several sets in train_data: it mines in one": refreshes
-            and not data.is_one_path,
-            f"eval_data={data.eval_data} with eval_strategy={name_of(args.eval_strategy)}: set both, or none": (
-                (data.eval_data is not None) != evaluates
-            ),
-            "eval_queries and eval_corpus_size with eval_data=nanobeir, which is small already: drop them": (
-                str(data.eval_data).split("/")[0] == "nanobeir" and (data.eval_queries or data.eval_corpus_size)
-            ),
-        }
-    )
+    refreshes, strategy = args.refresh_negatives_every is not None, name_of(args.eval_strategy)
+    lone = (data.eval_data is None) != (strategy == "no")
+    several, none = len(data.train_data) > 1, not data.num_hard_negatives
+    nano = str(data.eval_data).split("/")[0] == "nanobeir" and (data.eval_queries or data.eval_corpus_size)
+    refuse({"refresh_negatives_every with num_hard_negatives=0: set it": refreshes and none})
+    refuse({f"distill={args.distill} with num_hard_negatives=0: set it": args.distill and none})
+    refuse({"refresh_negatives_every with several sets in train_data: it mines in one": refreshes and several})
+    refuse({f"eval_data={data.eval_data} with eval_strategy={strategy}: set both, or none": lone})
+    refuse({"eval_queries and eval_corpus_size with eval_data=nanobeir, which is small already: drop them": nano})
     refuse_alone(args, dict.fromkeys(("guide_margin", "guide_margin_strategy"), "guide"), model)
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
@@ -163,9 +98,9 @@ def _check_adapter(model: ModelArguments, output_dir: str) -> None:
     refuse_alone(model, dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r"))
     in_place = model.merge_adapter and Path(model.model).resolve() == Path(output_dir).resolve()
     refuse({"merge_adapter with model as output_dir: checkpoints would lose their base. Name another": in_place})
-    refuse({f"lora_r must be at least 1, got {r}": r is not None and r < 1})
     refuse({f"lora_dropout must be at least 0 and less than 1, got {dropout}": not 0 <= dropout < 1})
     if r is not None:
+        refuse({f"lora_r must be at least 1, got {r}": r < 1})
         adapters.require_peft(f"lora_r={r}")
     if model.load_in_4bit:
         adapters.in_4bit()
@@ -185,9 +120,10 @@ def as_options(name: str, known: Collection[str]) -> list[str]:
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: a config is `key: value` lines, got a {type(content).__name__}")
     options: list[str] = []
-    for key, value in content.items():
+    for given, value in content.items():
+        key = our_name(str(given), known)
         if key not in known:
-            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, known)}")
+            raise ConfigError(f"unknown key {key!r} in {name}{hint(key, known)}")
         if isinstance(value, list):
             options += [f"--{key}", *map(_as_text, value)]
         elif value is not None:
@@ -230,19 +166,14 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     name, *sets = data.eval_data.split("/")
     if name == "nanobeir":
         return NanoBEIR(sets[0].split(",") if sets else [], **how)
-    bad: Any = data.on_bad_record  # one of the choices
+    bad: Any = data.on_bad_record  # one of the choices, as is the similarity
     whole = load_beir(data.eval_data, data.eval_split, bad)
     dataset = sample(whole, data.eval_queries, data.eval_corpus_size)
-    about: dict[str, Any] = {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}
     metric = args.metric_for_best_model
-    chosen = () if metric in (None, "loss") else (check_metric(str(metric)),)
-    return RetrievalEvaluator(
-        dataset,
-        tuple(dict.fromkeys((*DEFAULT_METRICS, *chosen))),
-        primary_metric=chosen[0] if chosen else None,
-        about=about,
-        **how,
-    )
+    chosen = [] if metric in (None, "loss") else [check_metric(str(metric))]
+    metrics = tuple(dict.fromkeys((*DEFAULT_METRICS, *chosen)))
+    how |= {"about": {"of_queries": len(whole.queries), "of_documents": len(whole.corpus)}}
+    return RetrievalEvaluator(dataset, metrics, primary_metric=next(iter(chosen), None), **how)
 
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
@@ -318,7 +249,6 @@ def _is_sentence_transformer(name: str) -> bool:
     from contaccum.encoders import require_model
 
     require_model(name)
-    try:
+    with suppress(Exception):  # any of the hub's errors: loading it will fail next, with a message of its own
         return is_sentence_transformer_model(name)
-    except Exception:  # any of the hub's errors: loading it will fail next, with a message of its own
-        return False
+    return False

@@ -342,7 +342,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         found["size of the guide"] = self.guide and self.guide.model.get_embedding_dimension()
         if self.fingerprint() is not None:
             found["data fingerprint"] = self.fingerprint()
-        if args.avoids_duplicates or args.own_batch_sampler or isinstance(self.train_dataset, dict):
+        if name_of(args.batch_sampler) != "batch_sampler" or isinstance(self.train_dataset, dict):
             found["batch_sampler"] = f"{name_of(args.batch_sampler)} of {args.train_batch_size}"
         return found
 

@@ -148,7 +148,7 @@ def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, mo
     [
         (["--corpus", "nowhere.jsonl"], "no such file"),
         (["--device", "abacus"], "device 'abacus'"),
-        (["--shard", 3], "did you mean '--shard_size'"),
+        (["--shard", 3], "did you mean 'shard_size'"),
         (["--passage_max_length", 9999], "passage_max_length=9999"),
         (["--output", "WHOLE", "--passage_max_length", 20], "another tokenisation ("),
     ],

@@ -12,6 +12,8 @@ import yaml
 from sample_texts import sentences
 from small_data import read_lines, write_lines
 
+from contaccum.training.log import CollapseWatch
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -21,11 +23,13 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, 
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
     assert {"modules.json", "run.json", "train_log.jsonl"} <= {path.name for path in output.iterdir()}
     assert not list(output.rglob("training_args.bin"))
+    assert train(output) == 2 and f"{output}: a finished run lies there" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [*range(1, 7)]
     # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
     assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
     assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(str(output))
+    assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1, overwrite_output_dir="true") == 0
     assert all(0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl"))
 
 
@@ -39,6 +43,12 @@ def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     assert (record["documents"], record["of_documents"]) == (6, 8)
     assert train(tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
+
+
+def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(CollapseWatch, "observe", lambda *_: ["odd"])
+    assert train(tmp_path / "run", disable_tqdm="false") == 0
+    assert len(re.findall("(?:^|[\r\n])odd\n", capfd.readouterr().err)) == 3
 
 
 @pytest.mark.parametrize(
