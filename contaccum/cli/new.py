@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contaccum.cli.options import Parser
 from contaccum.errors import ConfigError, UserError
-from contaccum.files import write_text
+from contaccum.files import read_json, write_text
 
 SAMPLE = 1000  # rows whose texts are measured
 ENOUGH = 50_000  # pairs for two towers: the paper's smallest set has 58,880
@@ -65,14 +65,15 @@ def run(argv: Sequence[str]) -> int:
 
 def _measure(model: str) -> tuple[Callable[[str], float], int, str]:
     """The length of a text in tokens, the most to use, and how both are known: by the tokenizer, if it can be had."""
+    from sentence_transformers.util import load_file_path
     from transformers import AutoTokenizer
 
     from contaccum.encoders import require_model
 
     try:
         require_model(model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer, own = AutoTokenizer.from_pretrained(model), load_file_path(model, "sentence_bert_config.json")
     except (UserError, OSError, ValueError):
         return lambda text: len(text.encode()) / 4, 512, "guessed from their letters, without the tokenizer"
-    most = min(512, tokenizer.model_max_length)
+    most = min(512, tokenizer.model_max_length, (own and read_json(own).get("max_seq_length")) or 512)
     return lambda text: len(tokenizer(text, verbose=False)["input_ids"]), most, "by the tokenizer"

@@ -51,7 +51,7 @@ def about_task(task: Any) -> dict[str, Any]:
 
 
 def run_task(
-    task: Any, model: Any, about: Mapping[str, Any], how: dict[str, Any], folder: Path, k_values: Sequence[int]
+    task: Any, model: Any, about: Mapping[str, Any], how: Any, folder: Path, k_values: Sequence[int]
 ) -> EvaluationResult:
     """Have mteb run a task, and score what it found by query. Languages, splits and parts count alike, as in mteb.
 
