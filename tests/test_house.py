@@ -30,7 +30,7 @@ def _name(path: Path) -> str:
 def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds():
     """Bounds for what two people can hold in their heads; with all that is planned, 11,500 lines in 75 modules."""
     assert len(MODULES) <= 78
-    assert _lines(MODULES) <= 11_785
+    assert _lines(MODULES) <= 11_780
     assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_260
     docs = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
     assert sum(len(text.split()) for text in docs) <= 15_000
