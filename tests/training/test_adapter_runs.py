@@ -94,18 +94,19 @@ def test_the_command_line_trains_evaluates_trains_on_and_merges(places, train, t
     # Without a learning rate it trains on from where it is: what changes nothing shows where that was.
     assert train(second, model=first, learning_rate=0.0) == 0, capsys.readouterr().err
     assert np.array_equal(embeddings(second), embeddings(first))
-    assert train(second, model=first) == 0
+    again = {"overwrite_output_dir": "true"}
+    assert train(second, model=first, **again) == 0
     trained = embeddings(second)
     assert not np.allclose(trained, embeddings(first), atol=1e-3)
     assert np.array_equal(trained, embeddings(second, DualEncoder.from_pretrained))
 
     for output in (tmp_path / "merged", first):  # where an adapter was
-        assert train(output, model=second, learning_rate=0.0, merge_adapter="true") == 0
+        assert train(output, model=second, learning_rate=0.0, merge_adapter="true", **again) == 0
         assert np.abs(embeddings(output) - trained).max() < 1e-5 and not list(output.rglob("adapter*"))
         assert not has_adapter(DualEncoder.from_pretrained(output, device="cpu"))
     assert train(second, model=second, merge_adapter="true") == 2
     assert "merge_adapter with model as output_dir" in capsys.readouterr().err
-    assert train(second, merge_adapter="true") == 2
+    assert train(second, merge_adapter="true", **again) == 2
     assert "merge_adapter=True without lora_r" in capsys.readouterr().err
 
 
