@@ -29,10 +29,10 @@ def _name(path: Path) -> str:
 
 
 def test_package_tests_and_docs_do_not_grow_while_they_shrink_to_their_bounds():
-    """Bounds for what two people can hold in their heads; with all that is planned, 11,500 lines in 75 modules."""
+    """Bounds for what two people can hold in their heads: 11,500 lines in 75 modules, and 10,500 of tests, are the aim."""
     assert len(MODULES) <= 79
-    assert _lines(MODULES) <= 12_060
-    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_200
+    assert _lines(MODULES) <= 12_030
+    assert _lines(sorted((ROOT / "tests").rglob("*.py"))) <= 11_180
     assert sum(len(path.read_text("utf-8").split()) for path in (ROOT / "docs").rglob("*.md")) <= 15_300
 
 

@@ -74,8 +74,13 @@ def run_task(
     except Exception as error:  # the hub's, the network's and Arrow's own have no common ancestor
         raise DataError(f"{task.metadata.name}: mteb cannot load its data ({str(error)[:300]})") from error
     with TemporaryDirectory() as found:
-        settings: Any = {"overwrite_strategy": "always", "co2_tracker": False, "prediction_folder": found}
-        mteb.evaluate(encoder, task, cache=mteb.ResultCache(folder), encode_kwargs=dict(how), **settings)
+        settings: Any = {
+            "overwrite_strategy": "always",
+            "co2_tracker": False,
+            "prediction_folder": found,
+            "encode_kwargs": dict(how),
+        }
+        mteb.evaluate(encoder, task, cache=mteb.ResultCache(folder), prediction_folder=found, **settings)
         files = {part.prediction_file_name for part, *_ in cells}
         hits = {name: read_json(Path(found) / name) for name in files}
     data: dict[str, Any] = about_task(task) | {"documents": 0, "queries": 0, "judgements": 0}
