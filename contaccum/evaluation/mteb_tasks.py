@@ -74,12 +74,7 @@ def run_task(
     except Exception as error:  # the hub's, the network's and Arrow's own have no common ancestor
         raise DataError(f"{task.metadata.name}: mteb cannot load its data ({str(error)[:300]})") from error
     with TemporaryDirectory() as found:
-        settings: Any = {
-            "overwrite_strategy": "always",
-            "co2_tracker": False,
-            "prediction_folder": found,
-            "encode_kwargs": dict(how),
-        }
+        settings: Any = {"overwrite_strategy": "always", "co2_tracker": False, "encode_kwargs": dict(how)}
         mteb.evaluate(encoder, task, cache=mteb.ResultCache(folder), prediction_folder=found, **settings)
         files = {part.prediction_file_name for part, *_ in cells}
         hits = {name: read_json(Path(found) / name) for name in files}
