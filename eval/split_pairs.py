@@ -30,10 +30,8 @@ def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, 
     also asked in a held-out set is left out, and so is a test query that dev asks.
 
     Raises:
-        DataError: for unreadable input, an output that exists, or a part that comes out empty.
+        DataError: for unreadable input, or a part that comes out empty.
     """
-    if Path(output).exists():
-        raise DataError(f"{output}: exists already; choose another folder or remove it")
     dataset = load_training_data(source, on_bad_record="skip", positives="first").dataset
     parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
     for row in dataset:
@@ -62,12 +60,7 @@ def split_judgements(source: str, output: str, dev: float) -> dict[str, int]:
     """Copy a BEIR folder to ``output``, its split `train` parted by document; returns counts of queries.
 
     A query with documents in both parts is asked in `dev` alone, whose documents `train` judges no more.
-
-    Raises:
-        DataError: for an output that exists.
     """
-    if Path(output).exists():
-        raise DataError(f"{output}: exists already; choose another folder or remove it")
     with atomic_folder(output) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         header, *lines = (folder / "qrels" / "train.tsv").read_text(encoding="utf-8").splitlines()
@@ -111,6 +104,8 @@ if __name__ == "__main__":
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
     options = parser.parse_args()
     try:
+        if Path(options.output).exists():
+            raise DataError(f"{options.output}: exists already; choose another folder or remove it")
         if is_beir_folder(options.pairs):
             split = split_judgements(options.pairs, options.output, options.dev)
         else:

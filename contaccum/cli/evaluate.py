@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
@@ -73,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
     write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
     if args.update_card:  # without what an absolute path says of this machine
-        words = [Path(word).name if os.path.isabs(word) else word for word in (sys.argv[1:] if argv is None else argv)]
+        words = [Path(word).name if os.path.isabs(word) else word for word in argv]
         section = f"## Retrieval\n\n{parts[0]}\n\nBy `contaccum evaluate {shlex.join(words)}`."
         results.update_card(card, rows, shown, section)
     print(text)

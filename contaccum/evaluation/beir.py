@@ -261,7 +261,7 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
 
 
 def place(found: Mapping[str, str], output: Path) -> list[EvaluationSet]:
-    """Sets, {label: what is given for it}, with the records' places that :func:`evaluation_sets` names."""
+    """Sets, {label: what is given for it}, with the records' places that `evaluation_sets` names."""
     if len(found) == 1:
         return [EvaluationSet(item, label, output) for label, item in found.items()]
     names = {label: f".{label.replace('/', '-')}.json" for label in found}

@@ -83,7 +83,7 @@ class RetrievalEvaluator(SentenceEvaluator):
 
 
 class NanoBEIR(NanoBEIREvaluator):
-    """sentence-transformers' own; its means over the sets have the names of :data:`DEFAULT_METRICS` too.
+    """sentence-transformers' own; its means over the sets have the names of `DEFAULT_METRICS` too.
 
     ``names`` are those of sets, such as "scifact", none for all thirteen; the others are as of RetrievalEvaluator.
     Raises `DataError` where there is no such set, or it cannot be had from the hub.
