@@ -149,7 +149,7 @@ class History:
             own = torch.arange(len(rows))[:, None] == torch.tensor([i for i, x in enumerate(parts) for _ in x])
             positives = own.int().argmax(1).tolist()
             masked = own & (r == c)
-            if ids:
+            if ids and fn.mask_duplicates:
                 masked |= self._masked_by_ids(name, about, positives)
             if fn.false_negative_margin is not None:
                 given = None if (r, c) == (1, 0) and fn.partition_mode != "joint" else level

@@ -107,11 +107,7 @@ def test_steps_of_other_models_do_not_count():
     model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
     other = nn.Parameter(torch.ones(300))  # fewer numbers than the encoder trains
     own, others = adam(model), torch.optim.SGD([other], lr=0.1)
-
-    def step() -> None:
-        others.step()
-
-    run(model, loss_fn, step)
+    run(model, loss_fn, lambda: others.step() and None)
     assert loss_fn.bank.updates == 0
     run(model, loss_fn, own)
     larger = nn.Linear(1000, 100)  # more numbers; but an optimizer is known by now that holds the encoder's own
