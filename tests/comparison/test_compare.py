@@ -82,7 +82,6 @@ def test_finished_runs_are_not_trained_again_and_other_settings_are_refused(comp
         (["--eval_queries", "0"], "must be at least 1"),
         (["--eval_split", "train"], "train"),
         (["--eval_data"], "--eval_data"),
-        (["--train_data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--model", "https://me:secret@example.org/m"], "credential"),
     ],
 )

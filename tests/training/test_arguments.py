@@ -53,7 +53,6 @@ AUTO = {"per_device_train_batch_size": "auto"}
 def test_refused_with_both_names(settings, named, tmp_path):
     with pytest.raises(ValueError) as caught:  # transformers refuses some by itself
         ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
-    assert "\n" not in str(caught.value)
     for part in named:
         assert part in str(caught.value)
 
