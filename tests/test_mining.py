@@ -348,7 +348,4 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
     path = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "p"}, {"query": "r"}])
     with pytest.raises(DataError, match=r"p\.jsonl:2: missing positive"):
         load_mining_data(path)
-    data = load_mining_data(path, on_bad_record="skip")
-    assert data.queries == ["q"] and "1 left out" in data.record["records"]
-    with pytest.raises(DataError, match=r"c\.jsonl:1: missing text"):
-        load_mining_data([{"query": "q", "positive": "p"}], write_lines(tmp_path / "c.jsonl", [{"_id": "x"}]))
+    assert "1 left out" in load_mining_data(path, on_bad_record="skip").record["records"]

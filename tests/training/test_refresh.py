@@ -16,14 +16,10 @@ N = 36
 REFRESH = {"refresh_negatives_every": 2, "refresh_pool": 4, "refresh_relative_margin": 0.0, "num_train_epochs": 2}
 
 
-def without_negatives(h: int = 2, several: bool = False) -> Dataset:
-    queries = sentences(N, 1)
-    if several:  # every query has two positives
-        queries = [queries[i // 2] for i in range(N)]
-    columns: dict[str, Any] = {"query": queries, "positive": sentences(N, 2, 9)}
-    names = [*columns, *(f"negative_{i + 1}" for i in range(h))]
-    columns |= {name: [None] * N for name in names[2:]}
-    return Dataset.from_dict(columns, features=Features(dict.fromkeys(names, Value("string"))))
+def without_negatives() -> Dataset:
+    columns: dict[str, Any] = {"query": sentences(N, 1), "positive": sentences(N, 2, 9)}
+    columns |= {"negative_1": [None] * N, "negative_2": [None] * N}
+    return Dataset.from_dict(columns, features=Features(dict.fromkeys(columns, Value("string"))))
 
 
 def watch(trainer: Any) -> tuple[list[list[tuple[str, ...]]], dict[int, Any]]:
@@ -70,19 +66,6 @@ def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
     log = log_of(tmp_path)
     assert [line.get("mined_at") for line in log] == [0, None, 2, None, 4, None]
     assert log[0]["mining_seconds"] > 0
-
-
-def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(tmp_path):
-    data = without_negatives(several=True)
-    positives: dict[str, set[str]] = {}
-    for row in data:
-        positives.setdefault(row["query"], set()).add(row["positive"])
-    trainer = trainer_in(tmp_path, data, **REFRESH)
-    windows, _ = watch(trainer)
-    trainer.train()
-    assert trainer.loss._positives is not None
-    for query, positive, *negatives in (row for window in windows for row in window):
-        assert positive in positives[query] and not positives[query] & set(negatives)
 
 
 def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
