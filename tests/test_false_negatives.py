@@ -31,10 +31,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(n: int, h: int, generator: torch.Generator, sizes: tuple[int, ...] = (8, 5)) -> list[list[Tensor]]:
-    """Embeddings of n pairs with h hard negatives, of each size; passages lie near their queries."""
+def draw(n: int, h: int, generator: torch.Generator) -> list[list[Tensor]]:
+    """Embeddings of n pairs with h hard negatives, and a guide's; passages lie near their queries."""
     found = []
-    for d in sizes:
+    for d in (8, 5):
         queries = torch.randn(n, d, generator=generator, dtype=torch.float64)
         passages, negatives = (torch.randn(n, *x, d, generator=generator, dtype=torch.float64) for x in ((), (h,)))
         found.append([queries, passages + 0.5 * queries, *([negatives + 0.2 * queries[:, None]] if h else [])])

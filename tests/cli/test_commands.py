@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +45,7 @@ def test_help_of_train_needs_no_torch_and_has_every_option_of_ours_and_all_of_tr
 
 def test_quickstart_scores_trains_and_scores_again_anywhere(tiny_model_path, tmp_path, monkeypatch, capsys):
     """With a tiny model and data; what `contaccum train` would refuse is refused before anything runs."""
-    scifact = write_judged_places(tmp_path / "scifact")
-    shutil.copy(scifact / "qrels" / "test.tsv", scifact / "qrels" / "train.tsv")
+    scifact = write_judged_places(tmp_path / "scifact", train=True)
     monkeypatch.setattr("contaccum.data.beir.shipped_scifact", lambda: scifact)
     monkeypatch.setattr(quickstart, "_demo_model", lambda: tiny_model_path)
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
-from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_in, trainer_in
+from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_of, trainer_in
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
@@ -22,31 +22,18 @@ def without_negatives() -> Dataset:
     return Dataset.from_dict(columns, features=Features(dict.fromkeys(columns, Value("string"))))
 
 
-def watch(trainer: Any) -> tuple[list[list[tuple[str, ...]]], dict[int, Any]]:
-    """The texts of every update, and the model that each begins with."""
-    windows: list[list[tuple[str, ...]]] = []
-    models: dict[int, Any] = {}
-    step = trainer.micro_step
-
-    def spy(model: Any, inputs: dict[str, Any], *others: Any, **more: Any) -> Any:
-        update = trainer.state.global_step
-        if update not in models:
-            models[update] = copy.deepcopy(trainer.model)
-            windows.append([])
-        windows[-1] += texts_in(trainer, inputs)
-        assert "label" not in inputs or inputs["label"].shape[1] == len(windows[-1][-1])
-        return step(model, inputs, *others, **more)
-
-    trainer.micro_step = spy
-    return windows, models
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
     trainer = trainer_in(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
-    windows, models = watch(trainer)
+    models: dict[int, Any] = {}  # that each update begins with
+
+    def keep(inputs: Any) -> None:
+        if trainer.state.global_step not in models:
+            models[trainer.state.global_step] = copy.deepcopy(trainer.model)
+
+    seen = texts_of(trainer, keep)
     trainer.train()
-    assert len(windows) == 6
+    assert len(seen) == 6 * 3
     rows = zip(sentences(N, 1), sentences(N, 2, 9), strict=True)
     data = load_mining_data({"query": query, "positive": positive} for query, positive in rows)
     found = {}
@@ -58,9 +45,9 @@ def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
             for query, picks in zip(data.queries, mined.rows.tolist(), strict=True)
         }
     assert found[0] != found[2] != found[4]
-    for update, window in enumerate(windows):
-        for query, positive, *negatives in window:
-            pool = found[update // 2 * 2][query]
+    for step, rows in enumerate(seen):
+        for query, positive, *negatives in rows:
+            pool = found[step // 6 * 2][query]
             assert positive not in negatives and len(set(negatives)) == 2
             assert len(pool) < 2 or set(negatives) <= pool
     log = log_of(tmp_path)
@@ -80,11 +67,11 @@ def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
 
 def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
     trainer = trainer_in(tmp_path, pairs(N, 2), **REFRESH)
-    windows, _ = watch(trainer)
+    seen = texts_of(trainer)
     trainer.train()
     given = {row["query"]: {row["negative_1"], row["negative_2"]} for row in pairs(N, 2)}
-    assert all(set(negatives) == given[query] for window in windows[:2] for query, _, *negatives in window)
-    assert any(set(negatives) != given[query] for query, _, *negatives in windows[2])
+    assert all(set(negatives) == given[query] for rows in seen[:6] for query, _, *negatives in rows)
+    assert any(set(negatives) != given[query] for rows in seen[6:9] for query, _, *negatives in rows)
 
 
 @pytest.mark.parametrize(
