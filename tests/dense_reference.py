@@ -17,14 +17,11 @@ def dense_loss(
     positives: list[int],
     local_rows: int,
     temperature: float,
-    normalize_by: str = "local",
-    masked: Tensor | None = None,
     moved: Tensor | None = None,
-    weight: float = 1.0,
 ) -> Tensor:
-    """Mean row loss over local rows (or all), of every row against every column; see :func:`logits`."""
-    found = logits(rows, columns, temperature, masked, moved, weight, positives)
-    return mean_loss([found], [positives], local_rows, normalize_by, weight)
+    """Sum of all row losses over the local rows, of every row against every column; see :func:`logits`."""
+    found = logits(rows, columns, temperature, moved=moved, positives=positives)
+    return mean_loss([found], [positives], local_rows, "local", 1.0)
 
 
 def mean_loss(
@@ -149,7 +146,7 @@ class History:
             own = torch.arange(len(rows))[:, None] == torch.tensor([i for i, x in enumerate(parts) for _ in x])
             positives = own.int().argmax(1).tolist()
             masked = own & (r == c)
-            if ids:
+            if ids and fn.mask_duplicates:
                 masked |= self._masked_by_ids(name, about, positives)
             if fn.false_negative_margin is not None:
                 given = None if (r, c) == (1, 0) and fn.partition_mode != "joint" else level

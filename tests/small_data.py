@@ -1,6 +1,7 @@
 """Small data to train, mine and evaluate on, written to files."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,16 @@ def write_beir(folder: Path, documents: dict, queries: dict, qrels: list[tuple],
     return folder
 
 
-def write_judged_places(folder: Path) -> Path:
-    """24 documents, 6 judged queries of three relevant documents each, one query unjudged."""
+def write_judged_places(folder: Path, train: bool = False) -> Path:
+    """24 documents, 6 judged queries of three relevant documents each, one query unjudged; the same to train on."""
     documents = {f"{a}-{p}": (f"the {a}", f"one {a} sits on the {p}") for a in ANIMALS for p in PLACES}
     queries = {f"q{number}": f"where is the {place}" for number, place in enumerate(PLACES)} | {"unjudged": "who"}
     grades = zip(ANIMALS, (2, 1, 0, 1), strict=True)
     qrels = [(f"q{n}", f"{a}-{p}", grade) for a, grade in grades for n, p in enumerate(PLACES)]
-    return write_beir(folder, documents, queries, qrels, "test")
+    write_beir(folder, documents, queries, qrels, "test")
+    if train:
+        shutil.copy(folder / "qrels" / "test.tsv", folder / "qrels" / "train.tsv")
+    return folder
 
 
 def write_training_and_beir_data(root: Path, pairs: int) -> None:

@@ -80,10 +80,7 @@ def test_two_towers_come_to_differ_and_search(run_example, places, capsys):
 
 @pytest.fixture
 def beir(tmp_path: Path) -> Path:
-    """A BEIR folder whose train split is its test split."""
-    folder = write_judged_places(tmp_path / "beir")
-    shutil.copy(folder / "qrels" / "test.tsv", folder / "qrels" / "train.tsv")
-    return folder
+    return write_judged_places(tmp_path / "beir", train=True)
 
 
 def test_continue_and_compare_goes_on_from_a_checkpoint_to_the_same_end(run_example, beir, tmp_path, capsys):

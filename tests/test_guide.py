@@ -7,7 +7,7 @@ import pytest
 import torch
 from sample_texts import WORDS, sentences
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss, MatryoshkaLoss
+from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss, MatryoshkaLoss
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tiny_models import tiny_encoder
 from torch import nn
@@ -73,19 +73,6 @@ def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_d
     assert total == pytest.approx(whole.item(), abs=1e-10)
     assert (gradient(model) - expected).abs().max() < 1e-10 < 1e-3 < expected.abs().max()
     assert not any(p.requires_grad for p in guide.parameters()) and not guide.training
-
-
-@pytest.mark.parametrize("columns", [2, 4], ids=["pairs", "n-tuples"])
-def test_without_a_bank_the_cached_loss_is_cached_gist_embed(model, guide, columns):
-    found = []
-    for loss_fn in (
-        CachedContAccumLoss(model, 0, mini_batch_size=5, guide=guide, guide_margin=0.02, **OURS),
-        CachedGISTEmbedLoss(model, guide, mini_batch_size=5, margin=0.02, **GIST),
-    ):
-        model.zero_grad()
-        loss_fn(batch(model, range(3), columns), None).backward()
-        found.append(gradient(model))
-    assert (found[0] - found[1]).abs().max() < 1e-10 < 1e-3 < found[0].abs().max()
 
 
 @pytest.mark.parametrize("guide", ["other tokens"], indirect=True)

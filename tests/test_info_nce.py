@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dot in the hundreds": {"temperature": 0.05},
     "normalised by all": {"normalize_by": "all"},
     "passages alone": {"query_bank_size": 0},
+    "no masks, as published": {"mask_duplicates": False},
     "no banked hard negatives": {"bank_hard_negatives": False},
     "mean": {"drift_compensation": "mean"},
     "auto": {"drift_compensation": "auto", "similarity": "cos", "temperature": 0.1},
@@ -61,7 +62,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("named", ["no ids", "ids", "table"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(setting, named, bank_size):
-    """Over wraps, masks, hard negatives, ragged micro-batches, some larger than the bank, retirement and drift."""
+    """Over wraps, masks, hard negatives, ragged micro-batches, some larger than the bank, retirement and drift.
+
+    With ids and masks each row's twins in the bank are left out. A loss has enqueued before its backward: of a
+    micro-batch larger than the bank, every row that it has seen is overwritten by then.
+    """
     generator = torch.Generator().manual_seed(bank_size)
     loss_fn = BankedInfoNCE(bank_size, **{"drift_compensation": "none", **SETTINGS[setting]})
     history = History(loss_fn)
@@ -95,34 +100,6 @@ def test_every_micro_step_equals_the_dense_loss_of_what_the_ring_holds(setting, 
 
 def named_ids(ids: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("query_ids", "passage_ids", "negative_ids"), ids, strict=False))
-
-
-@pytest.mark.parametrize(
-    ("ids", "mask", "floor"), [(True, True, 0), (True, False, math.log(2)), (False, True, math.log(2))]
-)
-def test_a_perfect_row_reaches_zero_only_with_ids_and_the_mask(ids, mask, floor):
-    """Otherwise its twin in the bank is a "negative" with the same score."""
-    queries = torch.eye(4, dtype=torch.float64) * 100
-    loss_fn = BankedInfoNCE(bank_size=4, mask_duplicates=mask, drift_compensation="none")
-    for _ in range(2):
-        loss_fn(queries, queries, **(named_ids([torch.arange(4)] * 2) if ids else {}))
-    assert loss_fn.last["local_loss"].item() == pytest.approx(floor, abs=1e-12)
-
-
-def test_enqueueing_before_backward_leaves_the_gradient_alone():
-    n = 4
-    tensors = batch(n)
-    loss_fn = BankedInfoNCE(bank_size=n, drift_compensation="none")
-    loss_fn(*batch(n, seed=1))
-    at_once, later = leaves(tensors), leaves(tensors)
-    state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
-    loss_fn(*at_once).backward()
-    loss_fn.load_state_dict(state)
-    loss = loss_fn(*later)
-    for step in range(5):  # overwrites every row that the loss has seen
-        loss_fn(*batch(n, seed=10 + step))
-    loss.backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(at_once, later, strict=True))
 
 
 def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing():
@@ -316,9 +293,8 @@ def test_shapes_and_settings_that_cannot_work_are_refused():
         "per_direction with query_to_query": {"directions": ALL, "partition_mode": "per_direction"},
         "learn_temperature with temperature=0.001": {"learn_temperature": True, "temperature": 0.001},
     }.items():
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message):
             BankedInfoNCE(**settings)
-        assert "\n" not in str(caught.value)
 
 
 def test_bank_loss_is_the_mean_over_the_rows_in_use():

@@ -239,8 +239,7 @@ def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mi
         assert set(record) == {"question", "answers", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs"}
         for ours, theirs in (("positive_passages", "positive_ctxs"), ("negative_passages", "hard_negative_ctxs")):
             assert all(list(passage) == ["docid", "title", "text", "score"] for passage in line[ours])
-            assert all(list(context) == ["passage_id", "title", "text", "score"] for context in record[theirs])
-            assert [list(passage.values()) for passage in line[ours]] == [list(c.values()) for c in record[theirs]]
+            assert [{"passage_id": x.pop("docid"), **x} for x in line[ours]] == record[theirs]
 
 
 def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(model, tmp_path):
@@ -348,7 +347,4 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
     path = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "p"}, {"query": "r"}])
     with pytest.raises(DataError, match=r"p\.jsonl:2: missing positive"):
         load_mining_data(path)
-    data = load_mining_data(path, on_bad_record="skip")
-    assert data.queries == ["q"] and "1 left out" in data.record["records"]
-    with pytest.raises(DataError, match=r"c\.jsonl:1: missing text"):
-        load_mining_data([{"query": "q", "positive": "p"}], write_lines(tmp_path / "c.jsonl", [{"_id": "x"}]))
+    assert "1 left out" in load_mining_data(path, on_bad_record="skip").record["records"]

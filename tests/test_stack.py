@@ -38,6 +38,7 @@ class Case:
         self.tokenizer, self.config, self.folder = tokenizer, config, folder
         self.model: Any = DualEncoder.from_backbone(config, tokenizer=tokenizer, pooling="mean", device="cpu")
         self.columns: dict[str, Any] = {"anchor": sentences(48, 1, 3), "positive": sentences(48, 2, 9)}
+        self.columns["negative"] = sentences(48, 3, 9)
         self.arguments: dict[str, Any] = {}
         self.wrap: Callable[[nn.Module], nn.Module] = lambda loss: loss
 
@@ -53,8 +54,9 @@ class Case:
         moved = any(not torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True))
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         assert moved and all(0 < x < 100 for x in losses), losses
-        bank = next((x.info_nce.bank for x in loss.modules() if isinstance(x, ContAccumLoss)), None)
-        assert bank is None or (bank.updates, bank.fill) == (5, 16)
+        for ours in (x.info_nce for x in loss.modules() if isinstance(x, ContAccumLoss)):
+            assert (ours.bank.updates, ours.bank.fill, len(ours.probe.pairs)) == (5, 16, 1)
+            assert ours.bank.ids[1].unique().numel() == 2 * 16  # positives and negatives: every text has an id
         return losses
 
 
@@ -117,7 +119,7 @@ def matryoshka(case: Case) -> None:
 def router(case: Case) -> None:
     given: Any = {"tied": False, "tokenizer": case.tokenizer, "pooling": "mean", "device": "cpu"}
     case.model = DualEncoder.from_backbone(case.config, **given)
-    case.arguments |= {"router_mapping": {"anchor": "query", "positive": "document"}}
+    case.arguments |= {"router_mapping": {"anchor": "query", "positive": "document", "negative": "document"}}
 
 
 PARTS = {

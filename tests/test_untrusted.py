@@ -14,11 +14,9 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.modules import Dense
-from small_data import write_training_and_beir_data
 from transformers import AutoModel, BertForSequenceClassification
 
 from contaccum import DualEncoder
-from contaccum.cli import main
 from contaccum.encoders import loading
 from contaccum.errors import UserError
 
@@ -125,7 +123,7 @@ def test_a_class_of_the_folder_s_choice_is_refused(name, kind, harmless, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["backbone", "tied", "cross"])
-def test_modelling_code_of_a_folder_is_refused(kind, harmless, tmp_path, mark, capsys):
+def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, mark, capsys):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
     write_own_code(folder, mark)
     automatic = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
@@ -133,9 +131,7 @@ def test_modelling_code_of_a_folder_is_refused(kind, harmless, tmp_path, mark, c
     line = f"{folder}: needs code that comes with it. Read that, then set trust_remote_code"
     assert refused(kind, folder, mark) == line
     if kind != "cross":
-        write_training_and_beir_data(tmp_path, 4)
-        keys = {"model": folder, "train_data": tmp_path / "pairs.jsonl", "output_dir": tmp_path / "out"}
-        assert main(["train", *(f"--{key}={value}" for key, value in keys.items())]) == 2
+        assert train(tmp_path / "out", model=folder) == 2
         assert capsys.readouterr().err == f"contaccum: error: {line}\n" and not mark.exists()
 
 

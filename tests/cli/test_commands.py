@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,23 @@ import pytest
 from small_data import write_judged_places, write_lines
 
 from contaccum.cli import main, quickstart
+from contaccum.errors import DataError
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.config import parse
 from contaccum.training.options import GROUPS, MOST_USED
+
+
+def test_a_mistake_is_one_line_and_code_2_whatever_a_library_said_and_an_interrupt_is_130(monkeypatch, capsys):
+    def ended(error: BaseException) -> int:
+        def run(argv: list[str]) -> None:
+            raise error
+
+        monkeypatch.setattr("contaccum.cli.report.run", run)
+        return main(["report"])
+
+    assert ended(DataError("a.json:3: broken:\n  no route\n")) == 2
+    assert capsys.readouterr().err == "contaccum: error: a.json:3: broken: no route\n"
+    assert ended(KeyboardInterrupt()) == 130
 
 
 def test_help_of_train_needs_no_torch_and_has_every_option_of_ours_and_all_of_transformers_when_asked(capsys):
@@ -32,8 +45,7 @@ def test_help_of_train_needs_no_torch_and_has_every_option_of_ours_and_all_of_tr
 
 def test_quickstart_scores_trains_and_scores_again_anywhere(tiny_model_path, tmp_path, monkeypatch, capsys):
     """With a tiny model and data; what `contaccum train` would refuse is refused before anything runs."""
-    scifact = write_judged_places(tmp_path / "scifact")
-    shutil.copy(scifact / "qrels" / "test.tsv", scifact / "qrels" / "train.tsv")
+    scifact = write_judged_places(tmp_path / "scifact", train=True)
     monkeypatch.setattr("contaccum.data.beir.shipped_scifact", lambda: scifact)
     monkeypatch.setattr(quickstart, "_demo_model", lambda: tiny_model_path)
     monkeypatch.chdir(tmp_path)

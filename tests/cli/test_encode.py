@@ -1,10 +1,12 @@
-"""`contaccum encode`: what `encode_texts` gives, from every form of a corpus, by one process or two, killed or not."""
+"""`contaccum encode`: passages as documents, queries as queries, by one process or two.
+
+Every form of a corpus: tests/data/test_questions.py. Killed at any instant: tests/retrieval/test_store.py.
+"""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from contaccum.data import Passage, RecordReport
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
 from contaccum.retrieval import encode as encode_module
-from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts, tokenisation_fingerprint
+from contaccum.retrieval.encode import model_fingerprint, read_texts, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 QUERIES = sentences(7, 2)
@@ -27,16 +29,13 @@ PASSAGES = [Passage(f"d{n}", f"title {n}" if n % 2 else "", text) for n, text in
 
 @pytest.fixture(scope="module")
 def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
-    """A saved model with towers and prompts of its own, and the corpus in every form."""
+    """A saved model with towers and prompts of its own, a BEIR folder, and its queries as DPR has them."""
     root = tmp_path_factory.mktemp("encode")
     settings = {"tied": False, "query_prompt": "who: ", "passage_prompt": "text: ", "device": "cpu"}
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, passage_max_length=24, **settings)
     model.save_pretrained(str(root / "model"))
     documents = {p.id: (p.title, p.text) for p in PASSAGES}
     write_beir(root / "beir", documents, {f"q{n}": text for n, text in enumerate(QUERIES)}, [])
-    rows = "".join(f"{p.id}\t{p.text}\t{p.title}\n" for p in PASSAGES)
-    (root / "psgs_w100.tsv").write_text("id\ttext\ttitle\n" + rows)
-    (root / "collection.tsv").write_text("".join(f"{p.id}\t{p.passage}\n" for p in PASSAGES))
     (root / "nq.qa.csv").write_text("".join(f"{query}\t['an answer']\n" for query in QUERIES))
     return root
 
@@ -59,16 +58,11 @@ def whole(root) -> Path:
     return root / "whole"
 
 
-@pytest.mark.parametrize("corpus", ["beir/corpus.jsonl", "psgs_w100.tsv", "collection.tsv", "beir"])
-def test_passages_are_encoded_as_documents_from_every_form(root, model, tmp_path, corpus):
-    encode(root, tmp_path / "s", corpus=corpus)
-    store = EmbeddingStore.open(tmp_path / "s")
+def test_passages_are_encoded_as_documents_and_the_record_says_how(whole, model):
+    store = EmbeddingStore.open(whole)
     assert store.ids(range(45)) == [p.id for p in PASSAGES]
     np.testing.assert_allclose(store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5)
-
-
-def test_the_record_says_what_was_encoded_and_how(whole, model):
-    about = EmbeddingStore.open(whole).about
+    about = store.about
     assert about["model"] == model_fingerprint(model)
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
     assert about["tokenisation"] == tokenisation_fingerprint(model)
@@ -95,25 +89,6 @@ def test_precision_and_dtype_are_separate_choices(root, whole, tmp_path):
     codes, bits = (EmbeddingStore.open(tmp_path / dtype)[:] for dtype in ("int8", "binary"))
     assert (np.abs(codes - exact[:]) <= np.ptp(exact[:], axis=0) / 169).all()  # 6.0 cuts towards 0
     np.testing.assert_array_equal(bits, np.where(exact[:] > 0, 1, -1))
-
-
-def test_a_run_that_broke_off_goes_on_with_its_shard_and_ends_with_the_same_bytes(
-    root, whole, tmp_path, monkeypatch, capsys
-):
-    # At whatever instant a process is killed: tests/retrieval/test_store.py.
-    def breaks_off(model: Any, texts: list[str], *args: Any) -> np.ndarray:
-        if PASSAGES[16].passage in texts:
-            raise KeyboardInterrupt
-        return encode_texts(model, texts, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encode_module, "encode_texts", breaks_off)
-        encode(root, tmp_path / "s", expect=130)
-    with pytest.raises(DataError, match="goes on"):
-        EmbeddingStore.open(tmp_path / "s")
-    for encoded in (29, 0):  # all but the first shard, and nothing once it is finished
-        encode(root, tmp_path / "s")
-        assert f"{encoded} encoded by rank 0" in capsys.readouterr().out and contents(tmp_path / "s") == contents(whole)
 
 
 @pytest.mark.slow
@@ -146,7 +121,6 @@ def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, mo
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--corpus", "nowhere.jsonl"], "no such file"),
         (["--device", "abacus"], "device 'abacus'"),
         (["--shard", 3], "did you mean 'shard_size'"),
         (["--passage_max_length", 9999], "passage_max_length=9999"),

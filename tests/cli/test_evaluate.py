@@ -145,8 +145,6 @@ def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(evaluate, t
     with Path(two[1], "corpus.jsonl").open("a") as file:
         file.write("{broken\n")
     for argv, words in (
-        ([*data, "--index", "IVF64,Flat"], "64"),
-        ([*data, "--metrics", "nDCG@7"], "nDCG@7 is not computed with k_values"),
         ([*data, "--compare", str(tmp_path / "old.json")], "is on other data"),
         (["--data", *two], "two/corpus.jsonl:25"),  # the last set, before the first is encoded
         ([*data, "--output", "out.txt"], "end its name in .json"),

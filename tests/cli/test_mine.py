@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from small_data import write_beir_to_mine, write_lines, write_pairs_to_mine
+from small_data import read_lines, write_beir_to_mine, write_lines, write_pairs_to_mine
 
 from contaccum.cli import main
-from contaccum.data import load_training_data
 from contaccum.files import package_versions
 
 
@@ -20,7 +19,7 @@ def mine(*arguments: object) -> int:
     return main(["mine", *map(str, arguments), "--no_progress"])
 
 
-def test_mined_triplets_train_and_the_report_names_what_they_came_from(tiny_model_path, pairs, tmp_path, capsys):
+def test_the_report_names_what_the_negatives_came_from(tiny_model_path, pairs, tmp_path, capsys):
     output = tmp_path / "new" / "hard.jsonl"
     arguments = ["--num_negatives", 2, "--relative_margin", 0.0, "--range_max", 30, "--device", "cpu"]
     assert mine(tiny_model_path, "--data", pairs, "--output", output, *arguments) == 0
@@ -30,10 +29,7 @@ def test_mined_triplets_train_and_the_report_names_what_they_came_from(tiny_mode
     assert record["model"]["name"] == tiny_model_path and len(record["model"]["fingerprint"]) == 64
     assert len(record["tokenisation"]) == 64 and record["versions"] == package_versions()
     assert record["settings"]["range_max"] == 30 and record["settings"]["similarity"] == "cos"
-    data = load_training_data(output, num_hard_negatives=2)
-    known = {(row["query"], row["positive"]) for row in load_training_data(pairs).dataset}
-    mined = {(line["query"], negative) for line in map(json.loads, output.open()) for negative in line["negatives"]}
-    assert len(data.dataset) == 40 and mined and not known & mined
+    assert len(read_lines(output)) == 40
 
 
 def test_bm25_mines_without_a_model(tmp_path):
@@ -47,7 +43,7 @@ def test_bm25_mines_without_a_model(tmp_path):
 
 
 def test_a_set_of_ids_is_mined_in_the_corpus_that_has_their_texts(tiny_model_path, pairs, tmp_path):
-    rows = [json.loads(line) for line in pairs.open()]
+    rows = read_lines(pairs)
     texts = list(dict.fromkeys(row["positive"] for row in rows))
     write_lines(tmp_path / "corpus.jsonl", [{"id": f"d{i}", "text": text} for i, text in enumerate(texts)])
     ids = [{"query": row["query"], "positive_document_ids": [f"d{texts.index(row['positive'])}"]} for row in rows]
@@ -62,8 +58,6 @@ MISTAKES = {
     "rules that leave nothing": (["MODEL", "--range_min", "5", "--range_max", "6"], "raise it to 8"),
     "a margin without its model": (["MODEL", "--cross_encoder_margin", "3"], "needs a cross_encoder"),
     "bm25 with a model": (["MODEL", "--method", "bm25"], "leave it out"),
-    "no such data": (["MODEL", "--data", "missing.jsonl"], "missing.jsonl: no such file"),
-    "no such model": (["./missing"], "missing: no such model folder"),
     "no cross-encoder": (["MODEL", "--cross_encoder", "MODEL"], "not a cross-encoder that was trained to give a pair"),
     "a name that does not fit": (["MODEL", "--output", "o.json"], "ends in .jsonl"),
     "no such device": (["MODEL", "--device", "cuda:99"], "cuda:99"),

@@ -101,7 +101,6 @@ def test_an_index_file_is_written_once_and_searched_again(root, tmp_path):
         ([], "other", "was encoded by another model"),
         ([], None, "name a MODEL"),
         (["--output", "run.json"], "encoder", "end its name in .trec"),
-        (["--index", "IVF1000,Flat"], "encoder", "needs 1000 vectors"),
         (["--index_file", "x.faiss"], "encoder", "leave --index_file out"),
         (["--store", "nowhere"], "encoder", "not a store"),
     ],

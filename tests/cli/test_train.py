@@ -55,9 +55,7 @@ def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, mo
     ("keys", "message"),
     [
         ({"model": "nowhere/at/all"}, "nowhere/at/all"),
-        ({"train_data": "none.jsonl"}, "none.jsonl"),
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
-        ({"resume_from_checkpoint": "last"}, "no checkpoint to resume from"),
         ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
         ({"distill": "kl", "num_hard_negatives": 1, "model": "nowhere"}, "pairs.jsonl:1: no teacher scores: distill"),
     ],
@@ -94,20 +92,12 @@ def test_the_example_of_several_sets_trains(places, train, tmp_path, monkeypatch
     assert {name: one["rows"] for name, one in data["sets"].items()} == {"pairs": 20, "faq": 20, "mined": 20}
 
 
-@pytest.mark.parametrize("method", ["contaccum", "contaccum_cached", "grad_accum"])
-def test_it_distils_what_was_mined_with_a_teacher(places, train, tmp_path, capsys, method):
+def test_it_distils_what_was_mined_with_a_teacher(train, tmp_path):
     texts = [sentences(20, i) for i in range(4)]
     rows = [{"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]} for q, p, *n in zip(*texts, strict=True)]
     keys = {"train_data": write_lines(tmp_path / "scored.jsonl", rows), "num_hard_negatives": 2, "max_steps": 2}
-    keys |= {"method": method, "bank_size": None if method == "grad_accum" else 8}
-    assert train(tmp_path / "no", **keys) == 0
-    assert "0 left out; its teacher scores are not used (set distill)" in capsys.readouterr().out
-    for kind in ("margin_mse", "kl"):
-        assert train(tmp_path / kind, **keys, distill=kind) == 0, capsys.readouterr().err
-        assert "not used" not in capsys.readouterr().out
-    logs = [read_lines(tmp_path / name / "train_log.jsonl") for name in ("no", "margin_mse", "kl")]
-    assert [[line.get("distill_loss", 0) > 0 for line in log] for log in logs] == [[False] * 2, [True] * 2, [True] * 2]
-    assert logs[0][0]["loss"] == pytest.approx(logs[1][0]["loss"]) and logs[0][1]["loss"] != logs[1][1]["loss"]
+    assert train(tmp_path / "out", **keys, distill="kl") == 0
+    assert all(line["distill_loss"] > 0 for line in read_lines(tmp_path / "out" / "train_log.jsonl"))
 
 
 @pytest.mark.slow

@@ -143,7 +143,6 @@ def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens)
     plan = make_plan(read_options([], tokens), ["grad_accum", "contaccum"], variants, ["bank_size=8,16"], [0])
     report = build_report(plan, made_up(plan), {}, ABOUT)
     found = report["tricks"]["settings"]
-    assert list(found) == ["grad_accum", "contaccum", "published"]
     assert all(list(of) == list(LOSS_SETTINGS) for of in found.values())
     keys = ("temperature", "bank_size", "bank_hard_negatives", "drift_compensation", "normalize_by")
     assert [found["grad_accum"][key] for key in keys] == ["0.1", "-", "-", "-", "-"]
@@ -153,12 +152,9 @@ def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens)
     assert "some entries had and others had not: " in said and "drift_compensation" in said
     assert "temperature" not in said and "bank_hard_negatives" not in said  # none had hard negatives in a bank
     assert said in markdown(report)
-    assert markdown(report).index("| grad_accum | - | - | 0.1 | default |") < markdown(report).index("## beir")
 
     alike = make_plan(read_options([], tokens), ["contaccum"], [["hot", "temperature=1.0"]], [], [0])
     said = build_report(alike, {}, {}, ABOUT)["tricks"]["said"]
     assert said == "Of the loss's settings all had, with different values: temperature."
     alone = make_plan(read_options([], tokens), ["grad_accum", "grad_cache"], [], [], [0])
-    tricks = build_report(alone, {}, {}, ABOUT)["tricks"]
-    assert tricks["said"] == "All entries had the same settings of the loss."
-    assert "bank_size" not in tricks["settings"]["grad_accum"]
+    assert build_report(alone, {}, {}, ABOUT)["tricks"]["said"] == "All entries had the same settings of the loss."

@@ -3,14 +3,17 @@
 import gzip
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from data_files import delimited, dpr_records, lines, put, put_beir, put_msmarco, rows, tevatron_records, text_triples
+from hypothesis import strategies as st
 
-from contaccum.data import load_training_data
+from contaccum.data import RecordReport, load_training_data, read_records
 from contaccum.errors import DataError
 
 JSONL = lines(rows()).encode()
@@ -92,9 +95,6 @@ case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:
 case("triples of ids", file("qidpidtriples.tsv", "1\t2\t3\n"), r"\.tsv:1: ids where texts are expected", None)
 
 # Folders whose files name each other's records
-DOCUMENTS = '{"_id": "d0", "title": "", "text": "t"}\n{"_id": 1, "text": "u"}\n'
-ONE_MORE = '{"_id": "1", "text": "x"}\n'
-case("beir, same id", changed(put_beir, "corpus.jsonl", DOCUMENTS + ONE_MORE), r":3: duplicate _id: '1'", (1, 3))
 case("beir, score", changed(put_beir, "qrels/train.tsv", "q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
 case("beir, no match", changed(put_beir, "qrels/train.tsv", "q0\td0\t0\n"), r"f: no training pairs left to use", None)
 unknown = changed(put_msmarco, "qrels.train.tsv", "999\t0\t1\t1\n", append=True)
@@ -125,3 +125,55 @@ def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_
     rows, reported = skip
     assert rows < 0 < len(data.dataset) or len(data.dataset) == rows
     assert data.report.reported == reported == sum(data.report.by_reason.values())
+
+
+# Whatever the bytes, in every format: one line, or records in = records used + records reported.
+
+FILES = {
+    "tevatron": lines(tevatron_records()).encode(),
+    "pairs": lines(rows()).encode(),
+    "msmarco": text_triples().encode(),
+    "csv": delimited(",", end="\n").encode(),
+    "dpr": json.dumps(dpr_records(), indent=1, ensure_ascii=False).encode(),
+}
+# Pieces that are half right hurt more than noise does.
+PIECES = b'{ } [ ] , " \n \r\n \t \xff \xef\xbb\xbf NaN null \\ \\ud800 1e999 {} [] \x00 \x85 q1\td1\t1\n'.split(b" ")
+
+
+@st.composite
+def mutated(draw: st.DrawFn, original: bytes) -> bytes:
+    data = original
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        end = draw(st.integers(at, min(len(data), at + 12)))
+        data = data[:at] + draw(st.sampled_from(PIECES) | st.binary(max_size=3)) + data[end:]
+    return data
+
+
+def contents(original: bytes) -> st.SearchStrategy[bytes]:
+    return st.binary(max_size=200) | mutated(original) | mutated(gzip.compress(original, mtime=0))
+
+
+def check(source: Path, mode: str, data_format: str | None) -> None:
+    report = RecordReport(mode)  # type: ignore[arg-type]  # one of the two
+    try:
+        records = list(read_records(source, data_format, report=report))  # type: ignore[arg-type]  # as above
+    except DataError as error:
+        assert len(str(error).splitlines()) == 1 and str(error).isprintable()
+        return
+    assert mode == "skip" or not report.reported
+    assert len(records) <= report.used
+    for record in records:
+        assert record.query.strip() and record.positives
+        assert all(text == text.strip() != "" for text in record.positives)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("data_format", FILES)
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(data=st.data(), mode=st.sampled_from(["stop", "skip"]), told=st.booleans())
+def test_every_record_of_a_file_is_used_or_reported(data_format, data, mode, told):
+    with tempfile.TemporaryDirectory() as folder:
+        name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
+        (Path(folder) / name).write_bytes(data.draw(contents(FILES[data_format])))
+        check(Path(folder) / name, mode, data_format if told else None)

@@ -22,17 +22,6 @@ def test_every_format_gives_the_same_records_sniffed_or_named(tmp_path, name):
     assert read(str(source), data_format=name)[0] == expected
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "beir"])
-def test_training_data_has_the_same_rows_and_fingerprint_from_every_format(tmp_path, name):
-    data = load_training_data(WRITERS[name](tmp_path), num_hard_negatives=2)
-    assert list(data.dataset) == [
-        {"query": r.query, "positive": r.positives[0], "negative_1": r.negatives[0], "negative_2": r.negatives[1]}
-        for r in RECORDS
-    ]
-    base = load_training_data(WRITERS["dpr"](tmp_path / "other"), num_hard_negatives=2)
-    assert data.fingerprint == base.fingerprint
-
-
 @pytest.mark.parametrize("name", ["dpr.json", "tevatron.jsonl", "pairs.jsonl", "csv"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

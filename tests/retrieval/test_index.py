@@ -96,16 +96,6 @@ def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slice
     assert index.gpus == 2 and [one.ntotal for one in sent] == [2100, 900]
 
 
-@pytest.mark.parametrize("factory", ["HNSW32", "IVF4,Flat", "SQ8", "PCA15,Flat", "IVF4,Flat,RFlat", "Flat"])
-@pytest.mark.parametrize("metric", ["cos", "dot"])
-def test_every_kind_of_index_finds_a_document_by_itself(factory, metric):
-    documents = vectors(300)
-    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
-    index = build_index(documents, factory, metric, parameters="nprobe=4" if "IVF" in factory else None)
-    _, rows = search(index, documents[:50], k=1)
-    assert (rows[:, 0] == np.arange(50)).mean() >= 0.9
-
-
 def test_an_inverted_index_probes_more_than_one_list_unless_told():
     for factory, given, expected in [
         ("PCA8,IVF16,Flat", None, "nprobe=2"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
-from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_in, trainer_in
+from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_of, trainer_in
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
@@ -16,41 +16,24 @@ N = 36
 REFRESH = {"refresh_negatives_every": 2, "refresh_pool": 4, "refresh_relative_margin": 0.0, "num_train_epochs": 2}
 
 
-def without_negatives(h: int = 2, several: bool = False) -> Dataset:
-    queries = sentences(N, 1)
-    if several:  # every query has two positives
-        queries = [queries[i // 2] for i in range(N)]
-    columns: dict[str, Any] = {"query": queries, "positive": sentences(N, 2, 9)}
-    names = [*columns, *(f"negative_{i + 1}" for i in range(h))]
-    columns |= {name: [None] * N for name in names[2:]}
-    return Dataset.from_dict(columns, features=Features(dict.fromkeys(names, Value("string"))))
-
-
-def watch(trainer: Any) -> tuple[list[list[tuple[str, ...]]], dict[int, Any]]:
-    """The texts of every update, and the model that each begins with."""
-    windows: list[list[tuple[str, ...]]] = []
-    models: dict[int, Any] = {}
-    step = trainer.micro_step
-
-    def spy(model: Any, inputs: dict[str, Any], *others: Any, **more: Any) -> Any:
-        update = trainer.state.global_step
-        if update not in models:
-            models[update] = copy.deepcopy(trainer.model)
-            windows.append([])
-        windows[-1] += texts_in(trainer, inputs)
-        assert "label" not in inputs or inputs["label"].shape[1] == len(windows[-1][-1])
-        return step(model, inputs, *others, **more)
-
-    trainer.micro_step = spy
-    return windows, models
+def without_negatives() -> Dataset:
+    columns: dict[str, Any] = {"query": sentences(N, 1), "positive": sentences(N, 2, 9)}
+    columns |= {"negative_1": [None] * N, "negative_2": [None] * N}
+    return Dataset.from_dict(columns, features=Features(dict.fromkeys(columns, Value("string"))))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
     trainer = trainer_in(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
-    windows, models = watch(trainer)
+    models: dict[int, Any] = {}  # that each update begins with
+
+    def keep(inputs: Any) -> None:
+        if trainer.state.global_step not in models:
+            models[trainer.state.global_step] = copy.deepcopy(trainer.model)
+
+    seen = texts_of(trainer, keep)
     trainer.train()
-    assert len(windows) == 6
+    assert len(seen) == 6 * 3
     rows = zip(sentences(N, 1), sentences(N, 2, 9), strict=True)
     data = load_mining_data({"query": query, "positive": positive} for query, positive in rows)
     found = {}
@@ -62,27 +45,14 @@ def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
             for query, picks in zip(data.queries, mined.rows.tolist(), strict=True)
         }
     assert found[0] != found[2] != found[4]
-    for update, window in enumerate(windows):
-        for query, positive, *negatives in window:
-            pool = found[update // 2 * 2][query]
+    for step, rows in enumerate(seen):
+        for query, positive, *negatives in rows:
+            pool = found[step // 6 * 2][query]
             assert positive not in negatives and len(set(negatives)) == 2
             assert len(pool) < 2 or set(negatives) <= pool
     log = log_of(tmp_path)
     assert [line.get("mined_at") for line in log] == [0, None, 2, None, 4, None]
     assert log[0]["mining_seconds"] > 0
-
-
-def test_no_positive_of_a_query_becomes_its_negative_and_the_ids_are_those_of_the_texts(tmp_path):
-    data = without_negatives(several=True)
-    positives: dict[str, set[str]] = {}
-    for row in data:
-        positives.setdefault(row["query"], set()).add(row["positive"])
-    trainer = trainer_in(tmp_path, data, **REFRESH)
-    windows, _ = watch(trainer)
-    trainer.train()
-    assert trainer.loss._positives is not None
-    for query, positive, *negatives in (row for window in windows for row in window):
-        assert positive in positives[query] and not positives[query] & set(negatives)
 
 
 def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
@@ -97,11 +67,11 @@ def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
 
 def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
     trainer = trainer_in(tmp_path, pairs(N, 2), **REFRESH)
-    windows, _ = watch(trainer)
+    seen = texts_of(trainer)
     trainer.train()
     given = {row["query"]: {row["negative_1"], row["negative_2"]} for row in pairs(N, 2)}
-    assert all(set(negatives) == given[query] for window in windows[:2] for query, _, *negatives in window)
-    assert any(set(negatives) != given[query] for query, _, *negatives in windows[2])
+    assert all(set(negatives) == given[query] for rows in seen[:6] for query, _, *negatives in rows)
+    assert any(set(negatives) != given[query] for rows in seen[6:9] for query, _, *negatives in rows)
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,24 @@ def log_of(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
     return read_lines(folder / name)
 
 
-def texts_in(trainer: ContAccumTrainer, inputs: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The rows of a micro-batch, as decoded texts."""
-    columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-    decoded = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
-    return list(zip(*decoded, strict=True))
+def texts_of(trainer: Any, before: Callable[[Any], Any] = lambda inputs: None) -> list[list[tuple[str, ...]]]:
+    """The rows of every micro-batch that is trained on, as decoded texts, in order; filled by training.
+
+    Args:
+        before: called with the inputs of each.
+    """
+    seen: list[list[tuple[str, ...]]] = []
+    step = trainer.micro_step
+
+    def spy(model: Any, inputs: dict[str, Any], *others: Any, **more: Any) -> Any:
+        before(inputs)
+        columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
+        decoded = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
+        seen.append(list(zip(*decoded, strict=True)))
+        return step(model, inputs, *others, **more)
+
+    trainer.micro_step = spy
+    return seen
 
 
 def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
