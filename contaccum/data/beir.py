@@ -71,14 +71,14 @@ def load_beir_folder(
     return BeirDataset(folder.resolve().name, corpus, queries, qrels, split, content.hex(), folder, report)
 
 
-def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str]]]:
-    """(query, positives) for each query that a split judges above 0; empty documents are counted as reported."""
+def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(query, positives, no negatives) for each query that a split judges above 0; empty documents are reported."""
     data = load_beir_folder(folder, split, report=report)
     for query_id, judged in data.qrels.items():
         passages = [passage_text(**data.corpus[document]) for document, score in judged.items() if score > 0]
         report.leave_out(folder, "empty document", passages.count(""))
         if any(passages):
-            yield data.queries[query_id], [passage for passage in passages if passage]
+            yield data.queries[query_id], [passage for passage in passages if passage], []
 
 
 def is_beir_folder(path: AnyPath) -> bool:
@@ -197,37 +197,37 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """
     folder = Path(name_or_path).expanduser()
     if not os.path.exists(folder):  # which refuses no name
-        given = str(name_or_path)
-        names = [name for name in PUBLIC_NAMES if name != "cqadupstack"]
-        names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-        if given.startswith(_IR):
-            folder = _take_over(given, default_split(given), f"{given}: not a set that ir_datasets gives")
-        elif given not in names:
-            # The last part of a mistyped path is what a name would have been.
-            hint = closest(Path(given.lower()).name, names) or f"; names are {', '.join(names)}"
-            what = one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}")
-            if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", given):
-                raise DataError(what)
-            folder = _take_over(given, split, f"{what}; nor a set on the hub")
-        else:
-            name, _, forum = given.partition("/")
-            folder = cache_folder("beir", name)
-            if not folder.is_dir():
-                _fetch(name, folder)
-            folder = folder / forum
+        folder = _set_called(str(name_or_path), split)
     for part in ("corpus.jsonl", "queries.jsonl"):
         beir_file(folder, part)
     split_file(folder, split)
     return folder
 
 
-def _take_over(given: str, split: str, what: str) -> Path:
+def _set_called(given: str, split: str) -> Path:
+    """The folder in the cache of the set of a name."""
+    names = [name for name in PUBLIC_NAMES if name != "cqadupstack"]
+    names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+    if given in names:
+        return _fetched(*given.split("/"))
+    if given.startswith(_IR):
+        what = f"{given}: not a set of ir_datasets (pip install 'contaccum[ir_datasets]')"
+        return _taken_over(given, default_split(given), _ir_set, what)
+    # The last part of a mistyped path is what a name would have been.
+    hint = closest(Path(given.lower()).name, names) or f"; names are {', '.join(names)}"
+    what = one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}")
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", given):
+        return _taken_over(given, split, _hub_set, f"{what}; nor a set on the hub")
+    raise DataError(what)
+
+
+def _taken_over(given: str, split: str, read: Callable[[str, str], tuple[Iterator[Any], ...]], what: str) -> Path:
     """A split of a set that another library has, as a BEIR folder in the cache; or `DataError`, which says ``what``."""
     folder = cache_folder("sets", re.sub("[:/]", "-", given), split, set_name(given))
     if folder.is_dir():
         return folder
     try:
-        corpus, queries, qrels = _ir_set(given) if given.startswith(_IR) else _hub_set(given, split)
+        corpus, queries, qrels = read(given, split)
         with atomic_folder(folder) as part:
             (part / "qrels").mkdir()
             for name, rows in (("corpus", corpus), ("queries", queries)):
@@ -259,12 +259,9 @@ def _hub_set(name: str, split: str) -> tuple[Iterator[Any], ...]:
     return texts("corpus"), texts("queries"), qrels
 
 
-def _ir_set(given: str) -> tuple[Iterator[Any], ...]:
-    try:
-        import ir_datasets
-    except ImportError as error:
-        mend = "needs ir_datasets, which is not installed: pip install 'contaccum[ir_datasets]'"
-        raise DataError(f"{given}: {mend}") from error
+def _ir_set(given: str, split: str) -> tuple[Iterator[Any], ...]:
+    import ir_datasets
+
     found = ir_datasets.load(given.removeprefix(_IR))
 
     def parted(doc: Any) -> dict[str, str]:  # of the formats that have no title, the library knows what the text is
@@ -276,8 +273,11 @@ def _ir_set(given: str) -> tuple[Iterator[Any], ...]:
     return corpus, queries, ((x.query_id, x.doc_id, x.relevance) for x in found.qrels_iter())
 
 
-def _fetch(name: str, folder: Path) -> None:
-    """Download and unpack a public set to `folder`: afterwards all of it is there, or nothing."""
+def _fetched(name: str, forum: str = "") -> Path:
+    """The folder of a public set, downloaded and unpacked at first: then all of it is there, or nothing."""
+    folder = cache_folder("beir", name)
+    if folder.is_dir():
+        return folder / forum
     url, found = _URL.format(name=name), hashlib.md5(usedforsecurity=False)
     with atomic_folder(folder) as part:
         archive = part / "archive.zip"
@@ -297,3 +297,4 @@ def _fetch(name: str, folder: Path) -> None:
         for path in (part / name).iterdir():
             path.rename(part / path.name)
         (part / name).rmdir()
+    return folder / forum

@@ -101,8 +101,8 @@ def load_training_data(
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
     # By the offsets of the lists: no text is read.
-    lengths = (pc.list_value_length(records.data.column(name)) for name in ("negatives", "positives"))
-    negatives, listed = (found.to_numpy() for found in lengths)
+    offsets = (records.data.column(name) for name in ("negatives", "positives"))
+    negatives, listed = (pc.list_value_length(column).to_numpy() for column in offsets)
     if h and not negatives.any() and not negatives_to_come:
         raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
     if teacher_scores and missing_negatives == "fill" and (short := int((negatives < h).sum())):
@@ -113,8 +113,10 @@ def load_training_data(
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
     each = listed[kept] if selection.positives == "all" else np.ones_like(kept)
-    # None where row i is record i.
-    rows_of = None if len(kept) == len(records) and each.max() == 1 else _rows(kept, each.astype(np.int64))
+    rows_of = None  # where row i is record i
+    if len(kept) < len(records) or each.max() > 1:
+        which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        rows_of = np.column_stack([np.repeat(kept, each), which])
     transform = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
     # Of the content, and of those settings alone that make a difference to it.
     used = [about["texts"], selection.positives if listed.max() > 1 else "one"]
@@ -124,14 +126,8 @@ def load_training_data(
     used += [about["scores"]] if teacher_scores else []
     transform.gives_scores = teacher_scores
     rows, content = sampling.as_rows(transform), fingerprint(*used)
-    unused = about["scored"] and not teacher_scores
+    unused = about["scores"] != fingerprint() and not teacher_scores
     return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs, unused)
-
-
-def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
-    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives."""
-    which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-    return np.column_stack([np.repeat(kept, each), which])
 
 
 SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
@@ -229,7 +225,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     features = Features(query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32")))
 
     def generate() -> Iterator[dict[str, Any]]:
-        content, negatives, scores, scored, count = Fingerprint(), Fingerprint(), Fingerprint(), False, 0
+        content, negatives, scores, count = Fingerprint(), Fingerprint(), Fingerprint(), 0
         with open(folder / _PAIRS, "wb") as pairs_file:
             for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
                 query, *positives = sampling.text_ids([record.query, *record.positives])
@@ -238,10 +234,9 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
                 negatives.add(*record.negatives, "")
                 if record.scores is not None:
                     scores.add(record.scores)
-                    scored = True
                 yield record._asdict()
         report.refuse_if_nothing_left(source.path, count, "training pairs")
-        about = {"texts": content.hex(), "negatives": negatives.hex(), "scores": scores.hex(), "scored": scored}
+        about = {"texts": content.hex(), "negatives": negatives.hex(), "scores": scores.hex()}
         write_json(folder / _ABOUT, about | {"report": vars(report)})
         _remove_unused(folder.parent)
 

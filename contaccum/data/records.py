@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import os
 import sqlite3
 import zlib
@@ -156,6 +157,17 @@ def title_of(record: Mapping[str, Any], name: str = "title") -> str:
 def identifier_of(value: object, what: str) -> str:
     """An id, a text that is not blank or a whole number; raises `Fault`."""
     return str(value) if type(value) is int else text_of(value, what)
+
+
+def number_of(value: object) -> float:
+    """A score, a number that float32 holds, or a text that is one; raises `Fault`."""
+    try:
+        number = float(value)  # type: ignore[arg-type]  # what is none is refused
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= 3.4028235e38:
+        raise Fault("score is not a number", f"found {quoted(value)}")
+    return number
 
 
 def cells_of(line: str, wanted: int, separator: str | None = "\t") -> list[str]:
