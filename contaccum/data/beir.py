@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from contaccum.data import records
 from contaccum.data.records import Fault, OnBadRecord, RecordReport, one_line, passage_text, quoted, text_of
@@ -24,8 +24,6 @@ from contaccum.errors import DataError, UserError, closest
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
 _HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,9 @@ def load_beir_folder(
     folder = Path(path)
     report = RecordReport(on_bad_record) if report is None else report
     files = beir_file(folder, "corpus.jsonl"), beir_file(folder, "queries.jsonl"), split_file(folder, split)
-    corpus = _by_id(files[0], _document, report)
-    asked = _by_id(files[1], lambda record: text_of(record.get("text"), "text"), report)
+    corpus, asked = _by_id(files[0], report, may_be_blank=True), _by_id(files[1], report)
     qrels = _read_qrels(files[2], report, asked, corpus)
-    queries = {query_id: asked[query_id] for query_id in qrels}
+    queries = {query_id: asked[query_id]["text"] for query_id in qrels}
     content = Fingerprint()
     for document_id, document in corpus.items():
         content.add("d", document_id, document["title"], document["text"])
@@ -104,27 +101,24 @@ def split_file(folder: Path, split: str) -> Path:
     return found[split]
 
 
-def _document(record: dict[str, Any]) -> dict[str, str]:
-    return {"title": records.title_of(record), "text": text_of(record.get("text"), "text", may_be_blank=True)}
+def _by_id(path: Path, report: RecordReport, may_be_blank: bool = False) -> dict[str, dict[str, str]]:
+    """{_id: title and text} of a file of JSON lines; an id that occurs again is a bad record."""
+    found: dict[str, dict[str, str]] = {}
 
-
-def _by_id(path: Path, parse: Callable[[dict[str, Any]], T], report: RecordReport) -> dict[str, T]:
-    """{_id: parsed record} of a file of JSON lines; an id that occurs again is a bad record."""
-    found: dict[str, T] = {}
-
-    def one(record: dict[str, Any]) -> tuple[str, T]:
+    def one(record: dict[str, Any]) -> tuple[str, dict[str, str]]:
         identifier = records.identifier_of(record.get("_id"), "_id")
         if identifier in found:
             raise Fault("duplicate _id", quoted(identifier))
-        return identifier, parse(record)
+        text = text_of(record.get("text"), "text", may_be_blank)
+        return identifier, {"title": records.title_of(record), "text": text}
 
-    for identifier, value in records.take(path, records.read_json_lines(path), one, report):
-        found[identifier] = value
+    for identifier, texts in records.take(path, records.read_json_lines(path), one, report):
+        found[identifier] = texts
     return found
 
 
 def _read_qrels(
-    path: Path, report: RecordReport, queries: dict[str, str], corpus: dict[str, dict[str, str]]
+    path: Path, report: RecordReport, queries: dict[str, Any], corpus: dict[str, Any]
 ) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
 

@@ -158,7 +158,6 @@ class Source:
         source = str(self.path)
         try:
             if self.data_format == "parquet":
-                records.open_data_file(source).close()
                 return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
             if not any((self.path / name).exists() for name, found in _FOLDERS.items() if found == "hub"):
                 name, _, config = source.partition(":")
@@ -250,7 +249,10 @@ class Fields:
             self._chosen = self._choose("query", record), self._choose("positive", record)
         query_field, positive_field = self._chosen
         query = _text(record.get(query_field), query_field)
-        if not self._matches(record, query_field):
+        score, least = first_of(record, self._names["score"]), self._source.min_score
+        if least is None and score is not None and query_field in ("sentence1", "messages"):  # where low is no match
+            raise Fault("a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}")
+        if least is not None and records.number_of(score) < least:
             return None
         title = "".join(records.title_of(record, name) for name in self._names["title"])
         positives = _passages(record.get(positive_field), positive_field, self._corpus, title)
@@ -268,14 +270,6 @@ class Fields:
                 return name
         fields = quoted(", ".join(record), 200)
         raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
-
-    def _matches(self, record: Mapping[str, Any], query_field: str) -> bool:
-        score = first_of(record, self._names["score"])
-        if self._source.min_score is None:
-            if query_field in ("sentence1", "messages") and score is not None:  # whose low scores are no matches
-                raise Fault("a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}")
-            return True
-        return records.number_of(score) >= self._source.min_score
 
     def _scores(self, record: Mapping[str, Any], *passages: list[tuple[str, Any]]) -> list[float] | None:
         """The teacher's scores of positives and then negatives; None unless each is a finite number."""

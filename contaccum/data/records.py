@@ -194,14 +194,6 @@ def first_bytes(path: AnyPath) -> bytes:
     return b""
 
 
-def as_text(line: bytes) -> str | Fault:
-    """A line without its end, or the `Fault` that its bytes are not UTF-8."""
-    try:
-        return line.decode("utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError:
-        return Fault("not UTF-8 text")
-
-
 def read_lines(path: AnyPath) -> Rows:
     """Every line that is not blank, without its end; a file that breaks off is one `Fault`."""
     number = 0
@@ -209,7 +201,10 @@ def read_lines(path: AnyPath) -> Rows:
         try:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, as_text(line)
+                    try:
+                        yield number, line.decode("utf-8-sig").rstrip("\r\n")
+                    except UnicodeDecodeError:
+                        yield number, Fault("not UTF-8 text")
         except _UNREADABLE as error:
             yield number + 1, Fault("the file breaks off", str(error))
 

@@ -224,10 +224,10 @@ def samplings_of(dataset: Any) -> list[EpochSampling]:
     return [transform] if isinstance(transform, EpochSampling) else []
 
 
-def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list[str | None]]]:
+def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
     """Texts by column of all rows in their order, a batch at a time, as they are before anything is sampled."""
     samplings = samplings_of(dataset)
-    for batch in dataset.with_format(None).iter(batch_size):
+    for batch in dataset.with_format(None).iter(1000):
         texts = samplings[0].first_texts(batch["query"]) if samplings else batch
         yield {name: values for name, values in texts.items() if name not in LABELS}
 

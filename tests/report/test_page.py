@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import Panel, build_page
+from contaccum.report import Panel, build_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
