@@ -77,11 +77,10 @@ def load_passages(path: Path, report: RecordReport, wanted: set[str] | None = No
     """
     found: dict[str, Passage] = {}
     for passage in read_passages(path, report):
-        if wanted is not None and passage.id not in wanted:
-            continue
         if passage.id in found:
             raise DataError(f"{path}: id {passage.id!r:.60} occurs again (keep one passage for each id)")
-        found[passage.id] = passage
+        if wanted is None or passage.id in wanted:
+            found[passage.id] = passage
     report.refuse_if_nothing_left(path, len(found), "passages" if wanted is None else "passages of the run")
     return found
 
