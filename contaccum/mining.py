@@ -291,10 +291,9 @@ def mine_hard_negatives(
         places = np.flatnonzero((rows >= 0) & ~np.isin(rows, data.excluded[query]))[: checked.depth]
         places = places[_selected(scores[places], of_positives.min(), checked, rng)]
         if cross_encoder is not None:
-            found_there = _second_opinion(data, query, rows[places], cross_encoder, checked, batch_size)
-            passed, logits, of_positives = found_there
-            places = places[passed]
-            scores[places] = logits
+            passed, of_positives = _second_opinion(data, query, rows[places], cross_encoder, checked, batch_size)
+            places = places[list(passed)]
+            scores[places] = list(passed.values())
         best = np.sort(places[: checked.num_negatives])  # in the order of the search
         mined.positive_scores.append(of_positives)
         mined.rows[query, : len(best)], mined.scores[query, : len(best)] = rows[best], scores[best]
@@ -336,12 +335,10 @@ def _selected(scores: np.ndarray, lowest: np.float32, rules: SelectionRules, rng
 
 def _second_opinion(
     data: MiningData, query: int, rows: np.ndarray, cross_encoder: Any, rules: SelectionRules, batch_size: int
-) -> tuple[list[int], list[float], np.ndarray]:
-    """Places of the rows that a cross-encoder scores low enough, their scores, and those of the query's positives.
+) -> tuple[dict[int, float], np.ndarray]:
+    """{place: score} of the rows that a cross-encoder scores low enough, and the scores of the query's positives.
 
-    It reads no more than it takes to fill up.
-
-    Scores are logits: "3 points below the positive" has no meaning between 0 and 1.
+    It reads no more than it takes to fill up. Scores are logits: "3 points below" has no meaning between 0 and 1.
     """
 
     def read(some: Iterable[int]) -> np.ndarray:
@@ -349,18 +346,13 @@ def _second_opinion(
         identity = torch.nn.Identity()
         return cross_encoder.predict(pairs, batch_size=batch_size, activation_fn=identity, show_progress_bar=False)
 
-    h = rules.num_negatives
-    passed: list[int] = []
-    logits: list[float] = []
-    of_positives = read(data.positives[query])
+    h, passed, of_positives = rules.num_negatives, dict[int, float](), read(data.positives[query])
     bound = of_positives.min() - rules.cross_encoder_margin
     for start in range(0, len(rows), h):
         if len(passed) < h:
             found = read(rows[start : start + h])
-            low = np.flatnonzero(found <= bound)
-            passed += (start + low).tolist()
-            logits += found[low].tolist()
-    return passed, logits, of_positives
+            passed |= {start + place: float(found[place]) for place in np.flatnonzero(found <= bound).tolist()}
+    return passed, of_positives
 
 
 def load_cross_encoder(name: str, device: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -409,14 +401,11 @@ def check_output(path: AnyPath, output_format: str) -> Path:
     """`path`, once its folder is there and can be written to.
 
     Raises:
-        UserError: an unknown format, a name that does not fit it, a file that is there already, or no way to write it.
+        UserError: an unknown format, a file that is there already, or no way to write it.
     """
     path = Path(path)
     check_choice("output_format", output_format, OUTPUT_FORMATS)
     require_writable(path)
-    suffix = ".json" if output_format == "dpr" else ".jsonl"
-    if path.suffix != suffix:
-        raise ConfigError(f"{path}: output_format {output_format} is written to a file that ends in {suffix}")
     if path.exists():
         raise ConfigError(f"{path}: exists already (name another file, or remove it)")
     return path

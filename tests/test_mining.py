@@ -260,7 +260,6 @@ def test_an_output_that_would_lose_something_is_refused(tmp_path):
     (tmp_path / "there.jsonl").write_text("mine")
     for name, output_format, words in [
         ("there.jsonl", "pairs", "exists already"),
-        ("there.json", "pairs", "ends in .jsonl"),
         ("", "pairs", "is a folder"),
         ("x.jsonl", "csv", "output_format"),
     ]:

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.comparison.report import build_report, markdown
     from contaccum.comparison.run import about_sets, run_plan
     from contaccum.comparison.tuning import about_tuning, climb, read_ladder
-    from contaccum.report.page import comparison_panels, read_comparison, save_png
+    from contaccum.report import comparison_panels, read_comparison, save_png
 
     options = read_options(files, rest)
     if redact([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):

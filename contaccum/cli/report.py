@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
 
     from contaccum.files import require_writable, write_text
-    from contaccum.report.page import build_page
+    from contaccum.report import build_page
 
     require_writable(args.output)
     write_text(args.output, build_page(args.runs, args.metric))

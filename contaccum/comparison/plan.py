@@ -179,12 +179,12 @@ def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
     A setting that means nothing to any of the entries is left out.
     """
     found: dict[str, dict[str, str]] = {}
+    kept = [key for key in LOSS_SETTINGS if any(_applies(key, entry.method) for entry in plan.entries)]
     for name, method, _ in plan.entries:
         parsed = [group.parsed[2] for group in plan.groups.values() if group.entry == name]
-        values = {key: dict.fromkeys(_shown(getattr(args, key)) for args in parsed) for key in LOSS_SETTINGS}
-        found[name] = {key: " or ".join(values[key]) if _applies(key, method) else "-" for key in LOSS_SETTINGS}
-    kept = [key for key in LOSS_SETTINGS if any(_applies(key, entry.method) for entry in plan.entries)]
-    return {name: {key: values[key] for key in kept} for name, values in found.items()}
+        values = {key: dict.fromkeys(_shown(getattr(args, key)) for args in parsed) for key in kept}
+        found[name] = {key: " or ".join(values[key]) if _applies(key, method) else "-" for key in kept}
+    return found
 
 
 def _shown(value: Any) -> str:

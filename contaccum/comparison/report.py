@@ -94,7 +94,6 @@ def _compare(plan: Plan, results: Results) -> list[dict[str, Any]]:
     set and metric.
     """
     rows: list[dict[str, Any]] = []
-    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for names, labels in plan.pairs.items():
         group, baseline = (plan.groups[name] for name in names)
         seeds = [s for s in plan.seeds if group.run(s) in results and baseline.run(s) in results]
@@ -107,9 +106,8 @@ def _compare(plan: Plan, results: Results) -> list[dict[str, Any]]:
                 row = {**about, "data": data, "metric": metric, "seeds": seeds, "queries": len(ours)}
                 row |= paired_bootstrap(list(ours.values()), [other[query] for query in ours])
                 rows.append({**row, "difference_by_seed": by_seed})
-                families.setdefault((data, metric), []).append(rows[-1])
-    for family in families.values():
-        add_holm(family)
+    for family in {(row["data"], row["metric"]) for row in rows}:
+        add_holm([row for row in rows if (row["data"], row["metric"]) == family])
     return rows
 
 
@@ -172,12 +170,16 @@ def _unfair(plan: Plan, results: Results) -> list[str]:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """report.md: what was compared, what came out, what it cost."""
+    given = {"report": report, "metrics": METRICS, "rows": table_rows, "cost": COST, "notes": NOTES}
+    return template(Path(__file__).with_name("report.md.j2")).render(given)
+
+
+def template(path: Path, **more: Any) -> Any:
+    """A template of Jinja's, in which a name that is not there is an error; ``more`` is for its environment."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    templates = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    given = {"report": report, "metrics": METRICS, "rows": table_rows, "cost": COST, "notes": NOTES}
-    return templates.get_template("report.md.j2").render(given)
+    more |= {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=FileSystemLoader(path.parent), **more).get_template(path.name)
 
 
 def table_rows(report: Mapping[str, Any], data: str, metric: str) -> Iterator[dict[str, Any]]:

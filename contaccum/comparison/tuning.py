@@ -88,19 +88,16 @@ def climb(
     """
     scores: dict[str, dict[str, float | None]] = {group.name: {} for group in tunable(plan, ladder.key)}
     failed: dict[str, str] = {}
+    main = next(iter(METRICS))
     while wanted := [(name, value) for name, tried in scores.items() for value in next_values(ladder, tried)]:
         rungs = [(name, value, with_value(plan.groups[name], ladder.key, value)) for name, value in wanted]
         results, lost = train(plan._replace(seeds=ladder.seeds, groups={group.name: group for *_, group in rungs}))
         failed |= {f"tune/{name}": why for name, why in lost.items()}
         for name, value, group in rungs:
-            found = [results.get(group.run(seed)) for seed in ladder.seeds]
-            scores[name][value] = fmean(map(_score, filter(None, found))) if all(found) else None
+            runs = [results.get(group.run(seed)) for seed in ladder.seeds]
+            found = [one["metrics"][main] for run in runs if run for one in run["evaluations"].values()]
+            scores[name][value] = fmean(found) if all(runs) else None
     return scores, failed
-
-
-def _score(result: Mapping[str, Any]) -> float:
-    """Of one run: the mean over its data sets of the main metric."""
-    return fmean(one["metrics"][next(iter(METRICS))] for one in result["evaluations"].values())
 
 
 def about_tuning(

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from contaccum.data import records
 from contaccum.data.records import Fault, OnBadRecord, RecordReport, one_line, passage_text, quoted, text_of
@@ -24,8 +24,6 @@ from contaccum.errors import DataError, UserError, closest
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
 _HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,9 @@ def load_beir_folder(
     folder = Path(path)
     report = RecordReport(on_bad_record) if report is None else report
     files = beir_file(folder, "corpus.jsonl"), beir_file(folder, "queries.jsonl"), split_file(folder, split)
-    corpus = _by_id(files[0], _document, report)
-    asked = _by_id(files[1], lambda record: text_of(record.get("text"), "text"), report)
+    corpus, asked = _by_id(files[0], report, may_be_blank=True), _by_id(files[1], report)
     qrels = _read_qrels(files[2], report, asked, corpus)
-    queries = {query_id: asked[query_id] for query_id in qrels}
+    queries = {query_id: asked[query_id]["text"] for query_id in qrels}
     content = Fingerprint()
     for document_id, document in corpus.items():
         content.add("d", document_id, document["title"], document["text"])
@@ -71,14 +68,14 @@ def load_beir_folder(
     return BeirDataset(folder.resolve().name, corpus, queries, qrels, split, content.hex(), folder, report)
 
 
-def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str]]]:
-    """(query, positives) for each query that a split judges above 0; empty documents are counted as reported."""
+def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(query, positives, no negatives) for each query that a split judges above 0; empty documents are reported."""
     data = load_beir_folder(folder, split, report=report)
     for query_id, judged in data.qrels.items():
         passages = [passage_text(**data.corpus[document]) for document, score in judged.items() if score > 0]
         report.leave_out(folder, "empty document", passages.count(""))
         if any(passages):
-            yield data.queries[query_id], [passage for passage in passages if passage]
+            yield data.queries[query_id], [passage for passage in passages if passage], []
 
 
 def is_beir_folder(path: AnyPath) -> bool:
@@ -104,27 +101,24 @@ def split_file(folder: Path, split: str) -> Path:
     return found[split]
 
 
-def _document(record: dict[str, Any]) -> dict[str, str]:
-    return {"title": records.title_of(record), "text": text_of(record.get("text"), "text", may_be_blank=True)}
+def _by_id(path: Path, report: RecordReport, may_be_blank: bool = False) -> dict[str, dict[str, str]]:
+    """{_id: title and text} of a file of JSON lines; an id that occurs again is a bad record."""
+    found: dict[str, dict[str, str]] = {}
 
-
-def _by_id(path: Path, parse: Callable[[dict[str, Any]], T], report: RecordReport) -> dict[str, T]:
-    """{_id: parsed record} of a file of JSON lines; an id that occurs again is a bad record."""
-    found: dict[str, T] = {}
-
-    def one(record: dict[str, Any]) -> tuple[str, T]:
+    def one(record: dict[str, Any]) -> tuple[str, dict[str, str]]:
         identifier = records.identifier_of(record.get("_id"), "_id")
         if identifier in found:
             raise Fault("duplicate _id", quoted(identifier))
-        return identifier, parse(record)
+        text = text_of(record.get("text"), "text", may_be_blank)
+        return identifier, {"title": records.title_of(record), "text": text}
 
-    for identifier, value in records.take(path, records.read_json_lines(path), one, report):
-        found[identifier] = value
+    for identifier, texts in records.take(path, records.read_json_lines(path), one, report):
+        found[identifier] = texts
     return found
 
 
 def _read_qrels(
-    path: Path, report: RecordReport, queries: dict[str, str], corpus: dict[str, dict[str, str]]
+    path: Path, report: RecordReport, queries: dict[str, Any], corpus: dict[str, Any]
 ) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
 
@@ -197,37 +191,37 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """
     folder = Path(name_or_path).expanduser()
     if not os.path.exists(folder):  # which refuses no name
-        given = str(name_or_path)
-        names = [name for name in PUBLIC_NAMES if name != "cqadupstack"]
-        names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-        if given.startswith(_IR):
-            folder = _take_over(given, default_split(given), f"{given}: not a set that ir_datasets gives")
-        elif given not in names:
-            # The last part of a mistyped path is what a name would have been.
-            hint = closest(Path(given.lower()).name, names) or f"; names are {', '.join(names)}"
-            what = one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}")
-            if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", given):
-                raise DataError(what)
-            folder = _take_over(given, split, f"{what}; nor a set on the hub")
-        else:
-            name, _, forum = given.partition("/")
-            folder = cache_folder("beir", name)
-            if not folder.is_dir():
-                _fetch(name, folder)
-            folder = folder / forum
+        folder = _set_called(str(name_or_path), split)
     for part in ("corpus.jsonl", "queries.jsonl"):
         beir_file(folder, part)
     split_file(folder, split)
     return folder
 
 
-def _take_over(given: str, split: str, what: str) -> Path:
+def _set_called(given: str, split: str) -> Path:
+    """The folder in the cache of the set of a name."""
+    names = [name for name in PUBLIC_NAMES if name != "cqadupstack"]
+    names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+    if given in names:
+        return _fetched(*given.split("/"))
+    if given.startswith(_IR):
+        what = f"{given}: not a set of ir_datasets (pip install 'contaccum[ir_datasets]')"
+        return _taken_over(given, default_split(given), _ir_set, what)
+    # The last part of a mistyped path is what a name would have been.
+    hint = closest(Path(given.lower()).name, names) or f"; names are {', '.join(names)}"
+    what = one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}")
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", given):
+        return _taken_over(given, split, _hub_set, f"{what}; nor a set on the hub")
+    raise DataError(what)
+
+
+def _taken_over(given: str, split: str, read: Callable[[str, str], tuple[Iterator[Any], ...]], what: str) -> Path:
     """A split of a set that another library has, as a BEIR folder in the cache; or `DataError`, which says ``what``."""
     folder = cache_folder("sets", re.sub("[:/]", "-", given), split, set_name(given))
     if folder.is_dir():
         return folder
     try:
-        corpus, queries, qrels = _ir_set(given) if given.startswith(_IR) else _hub_set(given, split)
+        corpus, queries, qrels = read(given, split)
         with atomic_folder(folder) as part:
             (part / "qrels").mkdir()
             for name, rows in (("corpus", corpus), ("queries", queries)):
@@ -259,12 +253,9 @@ def _hub_set(name: str, split: str) -> tuple[Iterator[Any], ...]:
     return texts("corpus"), texts("queries"), qrels
 
 
-def _ir_set(given: str) -> tuple[Iterator[Any], ...]:
-    try:
-        import ir_datasets
-    except ImportError as error:
-        mend = "needs ir_datasets, which is not installed: pip install 'contaccum[ir_datasets]'"
-        raise DataError(f"{given}: {mend}") from error
+def _ir_set(given: str, split: str) -> tuple[Iterator[Any], ...]:
+    import ir_datasets
+
     found = ir_datasets.load(given.removeprefix(_IR))
 
     def parted(doc: Any) -> dict[str, str]:  # of the formats that have no title, the library knows what the text is
@@ -276,8 +267,11 @@ def _ir_set(given: str) -> tuple[Iterator[Any], ...]:
     return corpus, queries, ((x.query_id, x.doc_id, x.relevance) for x in found.qrels_iter())
 
 
-def _fetch(name: str, folder: Path) -> None:
-    """Download and unpack a public set to `folder`: afterwards all of it is there, or nothing."""
+def _fetched(name: str, forum: str = "") -> Path:
+    """The folder of a public set, downloaded and unpacked at first: then all of it is there, or nothing."""
+    folder = cache_folder("beir", name)
+    if folder.is_dir():
+        return folder / forum
     url, found = _URL.format(name=name), hashlib.md5(usedforsecurity=False)
     with atomic_folder(folder) as part:
         archive = part / "archive.zip"
@@ -297,3 +291,4 @@ def _fetch(name: str, folder: Path) -> None:
         for path in (part / name).iterdir():
             path.rename(part / path.name)
         (part / name).rmdir()
+    return folder / forum

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,17 +92,16 @@ def load_training_data(
     import pyarrow.compute as pc
 
     h, report = num_hard_negatives, RecordReport(on_bad_record)
-    selection = Selection(h, positives, negatives_from, missing_negatives)
     source = Source(path, data_format, split, columns, needs_scores=teacher_scores, corpus=corpus, min_score=min_score)
     if source.data_format == "msmarco":
         source.num_negatives = (negatives_from or max(_TRIPLES, h)) if h else 0
-    if positives is None:
-        selection = replace(selection, positives="all" if source.data_format in JUDGED else "draw")
+    positives = positives or ("all" if source.data_format in JUDGED else "draw")
+    selection = Selection(h, positives, negatives_from, missing_negatives)
     records, pairs, about = _cached(source, report)
     report.restore(about["report"])
     # By the offsets of the lists: no text is read.
-    lengths = (pc.list_value_length(records.data.column(name)) for name in ("negatives", "positives"))
-    negatives, listed = (found.to_numpy() for found in lengths)
+    offsets = (records.data.column(name) for name in ("negatives", "positives"))
+    negatives, listed = (pc.list_value_length(column).to_numpy() for column in offsets)
     if h and not negatives.any() and not negatives_to_come:
         raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
     if teacher_scores and missing_negatives == "fill" and (short := int((negatives < h).sum())):
@@ -112,26 +111,22 @@ def load_training_data(
     report.leave_out(source.path, sampling.TOO_FEW, len(records) - len(kept))
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
     names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
-    each = listed[kept] if selection.positives == "all" else np.ones_like(kept)
-    # None where row i is record i.
-    rows_of = None if len(kept) == len(records) and each.max() == 1 else _rows(kept, each.astype(np.int64))
+    each = listed[kept] if positives == "all" else np.ones_like(kept)
+    rows_of = None  # where row i is record i
+    if len(kept) < len(records) or each.max() > 1:
+        which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        rows_of = np.column_stack([np.repeat(kept, each), which])
     transform = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
     # Of the content, and of those settings alone that make a difference to it.
-    used = [about["texts"], selection.positives if listed.max() > 1 else "one"]
+    used = [about["texts"], positives if listed.max() > 1 else "one"]
     if h:
         drawn = min(negatives_from or negatives.max(), negatives.max())
         used += [about["negatives"], h, int(drawn), missing_negatives if negatives.min() < h else None]
     used += [about["scores"]] if teacher_scores else []
     transform.gives_scores = teacher_scores
     rows, content = sampling.as_rows(transform), fingerprint(*used)
-    unused = about["scored"] and not teacher_scores
+    unused = about["scores"] != fingerprint() and not teacher_scores
     return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs, unused)
-
-
-def _rows(kept: np.ndarray, each: np.ndarray) -> np.ndarray:
-    """Of `kept` records, `each` with so many rows: int64 (N, 2), the record of a row and which of its positives."""
-    which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-    return np.column_stack([np.repeat(kept, each), which])
 
 
 SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
@@ -191,28 +186,25 @@ def parse_training_sets(
     sets: dict[str, dict[str, Any]] = {}
     for item in given:
         try:
-            name, how = _parse(item, common or {})
+            said: Any = item
+            if isinstance(item, str):
+                said = json.loads(item) if item.lstrip().startswith("{") else {"path": item}
+            for key in said:
+                check_choice("a key of a set", key, SET_KEYS)
+            how = {**(common or {}), **{SET_KEYS[key]: value for key, value in said.items()}}
+            if not isinstance(how.get("path"), str):
+                raise ConfigError("a set has a path, as {path: FILE}")
+            how["columns"] = parse_columns(how.get("columns"))
+            check_choice("format", how.get("data_format"), (None, *DATA_FORMATS))
+            Selection(**{one.name: how[one.name] for one in fields(Selection) if one.name in how})
         except ValueError as error:  # a ConfigError is one too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
+        file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name)
+        name = how.pop("name", file)
         if name in sets:
             raise ConfigError(f"train_data: two sets are called {name!r}: give one of them another name")
         sets[name] = how
     return sets
-
-
-def _parse(item: str | Mapping[str, Any], common: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    if isinstance(item, str):
-        item = json.loads(item) if item.lstrip().startswith("{") else {"path": item}
-    for key in item:
-        check_choice("a key of a set", key, SET_KEYS)
-    how = {**common, **{SET_KEYS[key]: value for key, value in item.items()}}
-    if not isinstance(how.get("path"), str):
-        raise ConfigError("a set has a path, as {path: FILE}")
-    how["columns"] = parse_columns(how.get("columns"))
-    check_choice("format", how.get("data_format"), (None, *DATA_FORMATS))
-    Selection(**{one.name: how[one.name] for one in fields(Selection) if one.name in how})
-    file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name)
-    return how.pop("name", file), how
 
 
 _ABOUT, _PAIRS = "about.json", "pairs.int64"
@@ -229,7 +221,7 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     features = Features(query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32")))
 
     def generate() -> Iterator[dict[str, Any]]:
-        content, negatives, scores, scored, count = Fingerprint(), Fingerprint(), Fingerprint(), False, 0
+        content, negatives, scores, count = Fingerprint(), Fingerprint(), Fingerprint(), 0
         with open(folder / _PAIRS, "wb") as pairs_file:
             for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
                 query, *positives = sampling.text_ids([record.query, *record.positives])
@@ -238,10 +230,9 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
                 negatives.add(*record.negatives, "")
                 if record.scores is not None:
                     scores.add(record.scores)
-                    scored = True
                 yield record._asdict()
         report.refuse_if_nothing_left(source.path, count, "training pairs")
-        about = {"texts": content.hex(), "negatives": negatives.hex(), "scores": scores.hex(), "scored": scored}
+        about = {"texts": content.hex(), "negatives": negatives.hex(), "scores": scores.hex()}
         write_json(folder / _ABOUT, about | {"report": vars(report)})
         _remove_unused(folder.parent)
 

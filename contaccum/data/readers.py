@@ -1,4 +1,4 @@
-"""One call for every format: training records and passages of a corpus, one at a time.
+"""One call for every format: training records and passages of a corpus, one at a time, and questions with answers.
 
 The format is told from the content, and the fields of a record by their usual names or by a mapping. How files are
 opened and bad records counted, is for `records`; which positives and negatives an epoch trains on, for `sampling`.
@@ -6,10 +6,12 @@ opened and bad records counted, is for `records`; which positives and negatives 
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -18,20 +20,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from contaccum.data import records
 from contaccum.data.beir import beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.msmarco import read_msmarco
-from contaccum.data.records import (
-    Fault,
-    RecordReport,
-    Rows,
-    TextsById,
-    first_of,
-    one_line,
-    passage_text,
-    quoted,
-    take,
-    text_of,
-)
+from contaccum.data.records import Fault, RecordReport, Rows, TextsById, first_of, passage_text, quoted, take, text_of
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, fingerprint
+from contaccum.files import AnyPath, Fingerprint, fingerprint
 
 DataFormat = Literal["beir", "dpr", "nemo", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
@@ -136,8 +127,7 @@ class Source:
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Every record that can be used."""
         if self.data_format == "beir":
-            judged = read_judged_pairs(self.path, self.split, report)
-            yield from (Record(query, positives, []) for query, positives in judged)
+            yield from starmap(Record, read_judged_pairs(self.path, self.split, report))
         elif self.data_format == "msmarco" and self.path.is_dir():
             yield from starmap(Record, read_msmarco(self.path, self.split, self.num_negatives, report))
         elif self.data_format == "msmarco":
@@ -168,7 +158,6 @@ class Source:
         source = str(self.path)
         try:
             if self.data_format == "parquet":
-                records.open_data_file(source).close()
                 return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
             if not any((self.path / name).exists() for name, found in _FOLDERS.items() if found == "hub"):
                 name, _, config = source.partition(":")
@@ -178,7 +167,7 @@ class Source:
         except Exception as error:  # the hub's, the network's, the builders' and Arrow's own have no common ancestor
             what = "" if self.path.exists() else "no such file or folder, and "
             what += f"as a Hugging Face dataset with split {quoted(self.split)} it cannot be loaded: {str(error)[:300]}"
-            raise DataError(one_line(f"{source}: {what}")) from error
+            raise DataError(records.one_line(f"{source}: {what}")) from error
 
     def key(self, *about: Any) -> str:
         """Another one when a file's path, size or time changes, or a setting. sha256, in hex."""
@@ -204,7 +193,7 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         for name, found in _FOLDERS.items():
             if any(path.glob(f"{name}*")):
                 return found
-        raise DataError(one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
+        raise DataError(records.one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
     if not path.exists() and re.fullmatch(_HUB_NAME, str(source)):
         return "hub"
     head = records.first_bytes(path)
@@ -222,7 +211,7 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     if line.count("\t") == 2:
         return "msmarco"
     what = f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
-    raise DataError(one_line(f"{path}: {what} (set --data_columns or --data_format)"))
+    raise DataError(records.one_line(f"{path}: {what} (set --data_columns or --data_format)"))
 
 
 def parse_columns(given: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
@@ -247,12 +236,10 @@ class Fields:
     """
 
     def __init__(self, source: Source, corpus: TextsById | None) -> None:
-        columns, self._corpus = source.columns, corpus
-        taken = set(columns.values())
+        self._source, self._corpus = source, corpus
+        taken = set(source.columns.values())
         self._names = {role: [name for name in names if name not in taken] for role, names in FIELDS.items()}
-        self._names |= {role: [name] for role, name in columns.items()}
-        self._numbered = "negatives" not in columns
-        self._needs_scores, self._min_score = source.needs_scores, source.min_score
+        self._names |= {role: [name] for role, name in source.columns.items()}
         self._chosen: tuple[str, str] | None = None
 
     def read(self, record: Mapping[str, Any]) -> Record | None:
@@ -262,15 +249,18 @@ class Fields:
             self._chosen = self._choose("query", record), self._choose("positive", record)
         query_field, positive_field = self._chosen
         query = _text(record.get(query_field), query_field)
-        if not self._matches(record, query_field):
+        score, least = first_of(record, self._names["score"]), self._source.min_score
+        if least is None and score is not None and query_field in ("sentence1", "messages"):  # where low is no match
+            raise Fault("a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}")
+        if least is not None and records.number_of(score) < least:
             return None
         title = "".join(records.title_of(record, name) for name in self._names["title"])
-        positives = _passages(record.get(positive_field), positive_field, title, self._corpus)
+        positives = _passages(record.get(positive_field), positive_field, self._corpus, title)
         if not positives:
             raise Fault(f"empty {positive_field}")
         negatives = self._negatives(record)
         scores = self._scores(record, positives, negatives)
-        if self._needs_scores and scores is None:
+        if self._source.needs_scores and scores is None:
             raise Fault("no teacher scores", f"distill needs a number for each of its passages; {_MEND}")
         return Record(query, [text for text, _ in positives], [text for text, _ in negatives], scores)
 
@@ -280,17 +270,6 @@ class Fields:
                 return name
         fields = quoted(", ".join(record), 200)
         raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
-
-    def _matches(self, record: Mapping[str, Any], query_field: str) -> bool:
-        score = first_of(record, self._names["score"])
-        if self._min_score is None:
-            if query_field in ("sentence1", "messages") and score is not None:  # whose low scores are no matches
-                raise Fault("a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}")
-            return True
-        try:
-            return float(score) >= self._min_score
-        except (TypeError, ValueError):
-            raise Fault("score is not a number", f"found {quoted(score)}") from None
 
     def _scores(self, record: Mapping[str, Any], *passages: list[tuple[str, Any]]) -> list[float] | None:
         """The teacher's scores of positives and then negatives; None unless each is a finite number."""
@@ -302,26 +281,24 @@ class Fields:
         whole = first_of(record, self._names["scores"])
         found = whole if isinstance(whole, list) and len(whole) == sum(map(len, passages)) else found
         try:
-            found = [float(score) for score in found]
-        except (TypeError, ValueError, OverflowError):
+            return [records.number_of(score) for score in found]
+        except Fault:
             return None
-        return found if all(abs(score) < 3e38 for score in found) else None  # what float32 holds, and no NaN
 
     def _negatives(self, record: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """All numbered ones or, where there are none, those of the first field that has any; null is none."""
-        numbered = [name for name in record if self._numbered and re.fullmatch("negative_[1-9][0-9]*", name)]
-        numbered = sorted(numbered, key=lambda name: (len(name), name))  # by number, not by place
-        found = [one for name in numbered if record[name] is not None for one in self._listed(record, name)]
-        for name in self._names["negatives"]:
-            if not found and record.get(name) is not None:
-                found = self._listed(record, name)
-        return found
+        numbered: list[str] = []
+        if "negatives" not in self._source.columns:
+            numbered = [name for name in record if re.fullmatch("negative_[1-9][0-9]*", name)]
+        numbered.sort(key=lambda name: (len(name), name))  # by number, not by place
+        for names in (numbered, *([name] for name in self._names["negatives"])):
+            there = [name for name in names if record.get(name) is not None]
+            if found := [one for name in there for one in _passages(record[name], name, self._corpus)]:
+                return found
+        return []
 
-    def _listed(self, record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-        return _passages(record[name], name, corpus=self._corpus)
 
-
-def _passages(value: Any, what: str, title: str = "", corpus: TextsById | None = None) -> list[tuple[str, Any]]:
+def _passages(value: Any, what: str, corpus: TextsById | None, title: str = "") -> list[tuple[str, Any]]:
     """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, messages, with a corpus
     an id or an object {"id"}, or a list of these; each with its "score", None where it has none."""
     if isinstance(value, dict) and isinstance(value.get("text"), list):  # how Arrow keeps some lists
@@ -408,3 +385,46 @@ def _passage(record: str | Mapping[str, Any]) -> Passage:
     if not passage.passage:
         raise Fault("empty passage", quoted(passage.id))
     return passage
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with their answers. Ids are `question-N`, N being the place among those that are used, from 1."""
+
+    texts: dict[str, str]  # by id
+    answers: dict[str, list[str]]  # by id, one at least
+    fingerprint: str  # sha256, in hex, of texts and answers
+    report: RecordReport = field(repr=False, compare=False)
+
+
+def load_questions(path: AnyPath, on_bad_record: records.OnBadRecord = "stop") -> Questions:
+    """Read a file of questions with answers, plain or gzip.
+
+    DPR's `nq-test.qa.csv` and others (a question, a tab, a Python list of answers; no header), jsonl (as published with
+    NQ open). Of a JSON record, `question` (or `query`) is the question and
+    `answers` (or `answer`) a text or a list of texts. Raises `DataError`.
+    """
+    report = RecordReport(on_bad_record)
+    rows = records.read_json_lines(path) if records.first_bytes(path).startswith(b"{") else records.read_lines(path)
+    texts, answers, content = {}, {}, Fingerprint()
+    for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
+        texts[f"question-{number}"], answers[f"question-{number}"] = text, listed
+        content.add(text, *listed, "")
+    return Questions(texts, answers, content.hex(), report)
+
+
+def _question(row: str | dict[str, Any]) -> tuple[str, list[str]]:
+    if isinstance(row, str):
+        cells = next(csv.reader([row], delimiter="\t"), [])
+        if len(cells) != 2:
+            raise Fault("not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
+        try:
+            # Literals only: nothing of the file is run.
+            row = {"question": cells[0], "answers": ast.literal_eval(cells[1].strip())}
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise Fault("answers are not a list", f"found {quoted(cells[1])}") from None
+    text, answers = text_of(first_of(row, ("question", "query")), "question"), first_of(row, ("answers", "answer"))
+    listed = [answers] if isinstance(answers, str) else answers
+    if not isinstance(listed, (list, tuple)) or not listed:
+        raise Fault("no answers", f"found {quoted(answers)}")
+    return text, [text_of(answer, "answer") for answer in listed]

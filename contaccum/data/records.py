@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import os
 import sqlite3
 import zlib
@@ -158,6 +159,17 @@ def identifier_of(value: object, what: str) -> str:
     return str(value) if type(value) is int else text_of(value, what)
 
 
+def number_of(value: object) -> float:
+    """A score, a number that float32 holds, or a text that is one; raises `Fault`."""
+    try:
+        number = float(value)  # type: ignore[arg-type]  # what is none is refused
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= 3.4028235e38:
+        raise Fault("score is not a number", f"found {quoted(value)}")
+    return number
+
+
 def cells_of(line: str, wanted: int, separator: str | None = "\t") -> list[str]:
     """The cells of a line, so many as are wanted; raises `Fault`. A separator of None is any white space."""
     cells = line.split(separator)
@@ -182,14 +194,6 @@ def first_bytes(path: AnyPath) -> bytes:
     return b""
 
 
-def as_text(line: bytes) -> str | Fault:
-    """A line without its end, or the `Fault` that its bytes are not UTF-8."""
-    try:
-        return line.decode("utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError:
-        return Fault("not UTF-8 text")
-
-
 def read_lines(path: AnyPath) -> Rows:
     """Every line that is not blank, without its end; a file that breaks off is one `Fault`."""
     number = 0
@@ -197,7 +201,10 @@ def read_lines(path: AnyPath) -> Rows:
         try:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, as_text(line)
+                    try:
+                        yield number, line.decode("utf-8-sig").rstrip("\r\n")
+                    except UnicodeDecodeError:
+                        yield number, Fault("not UTF-8 text")
         except _UNREADABLE as error:
             yield number + 1, Fault("the file breaks off", str(error))
 

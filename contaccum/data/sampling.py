@@ -123,10 +123,7 @@ class EpochSampling:
             rng = np.random.default_rng([int(self._clock[0]) & (2**64 - 1), self.epoch, number])
             positive, texts = self._selection.sample(rng, positives, negatives, which)
             if len(texts) < len(self.columns) - 2:
-                if self.gives_scores:  # those of others have none; the record lists one twice
-                    texts = [texts[place % len(texts)] for place in range(len(self.columns) - 2)]
-                else:
-                    texts = self._filled(rng, query, positive, texts)
+                texts = self._filled(rng, query, positive, texts)
             row = dict(zip(self.columns, (query, positive, *texts), strict=True))
             rows.append(row)
             score_of = dict(zip([*positives, *negatives], scores, strict=True)) if self.gives_scores else {}
@@ -181,7 +178,7 @@ class EpochSampling:
         if (known := self.known_positives) is not None:  # which are sorted
             low, high = (known[:, 0].searchsorted(query_id, side) for side in ("left", "right"))
             forbidden |= {*known[low:high, 1].tolist()}
-        for _ in range(_TRIES):
+        for _ in range(0 if self.gives_scores else _TRIES):  # what others have has no score
             if len(found) == wanted:
                 return found
             [(_, positives, _, _, which)] = self._read([int(rng.integers(len(self)))])
@@ -191,7 +188,7 @@ class EpochSampling:
                 found = [*found, positives[which]]
         if not found:
             raise DataError("a query without negatives, and no passage that could be one (set num_hard_negatives to 0)")
-        # In a tiny set there may be too few other passages: then one is there twice.
+        # A record may list one twice, and a tiny set have too few other passages: then one is there twice.
         return [found[place % len(found)] for place in range(wanted)]
 
 
@@ -224,10 +221,10 @@ def samplings_of(dataset: Any) -> list[EpochSampling]:
     return [transform] if isinstance(transform, EpochSampling) else []
 
 
-def first_texts(dataset: Any, batch_size: int = 1000) -> Iterator[dict[str, list[str | None]]]:
+def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
     """Texts by column of all rows in their order, a batch at a time, as they are before anything is sampled."""
     samplings = samplings_of(dataset)
-    for batch in dataset.with_format(None).iter(batch_size):
+    for batch in dataset.with_format(None).iter(1000):
         texts = samplings[0].first_texts(batch["query"]) if samplings else batch
         yield {name: values for name, values in texts.items() if name not in LABELS}
 
@@ -241,14 +238,8 @@ def text_ids(texts: Iterable[Any]) -> np.ndarray:
 def several_positives(pairs: np.ndarray) -> np.ndarray | None:
     """Of pairs, int64 (n, 2), hashes of a query's and a positive's text, those of all queries that have more than one
     positive, each pair once: int64 (r, 2), sorted; None: no pair."""
-    order = np.argsort(pairs[:, 0])
-    found = np.unique(pairs[order[_repeated(pairs[order, 0])]], axis=0)
-    found = found[_repeated(found[:, 0])]
+    ordered = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    distinct = ordered[np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1))]
+    again = np.flatnonzero(distinct[1:, 0] == distinct[:-1, 0])
+    found = distinct[np.union1d(again, again + 1)]
     return found if len(found) else None
-
-
-def _repeated(ordered: np.ndarray) -> np.ndarray:
-    """Which values of a sorted array (k,) are there more than once."""
-    same = np.zeros(len(ordered) + 1, dtype=bool)
-    same[1:-1] = ordered[1:] == ordered[:-1]
-    return same[1:] | same[:-1]

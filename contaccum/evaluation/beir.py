@@ -173,10 +173,9 @@ def plan_served(
     sizes = list(dict.fromkeys(dims or [dimension]))
     if not all(1 <= size <= dimension for size in sizes):
         raise ConfigError(f"--dims {' '.join(map(str, sizes))}: the model's embeddings have {dimension} dimensions")
-    for size in sizes:
-        for name in types:
-            check_bits(name, size)
     forms = dict.fromkeys([(dimension, "float32"), *((size, name) for name in types for size in sizes)])
+    for size, name in forms:
+        check_bits(name, size)
     return {"forms": [list(form) for form in forms], "rescore": rescore, "metric": metric}
 
 

@@ -8,7 +8,6 @@ answer is extracted.
 from __future__ import annotations
 
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
+
+import regex
 
 from contaccum.data import Passage, Questions, RecordReport, read_passages
 from contaccum.errors import DataError, check_choice
@@ -76,11 +77,10 @@ def load_passages(path: Path, report: RecordReport, wanted: set[str] | None = No
     """
     found: dict[str, Passage] = {}
     for passage in read_passages(path, report):
-        if wanted is not None and passage.id not in wanted:
-            continue
         if passage.id in found:
             raise DataError(f"{path}: id {passage.id!r:.60} occurs again (keep one passage for each id)")
-        found[passage.id] = passage
+        if wanted is None or passage.id in wanted:
+            found[passage.id] = passage
     report.refuse_if_nothing_left(path, len(found), "passages" if wanted is None else "passages of the run")
     return found
 
@@ -102,20 +102,12 @@ def answer_finder(answers: Sequence[str], match: Match = "string") -> Callable[[
     return lambda text: any(pattern.search(unicodedata.normalize("NFD", text)) for pattern in patterns)
 
 
+# DrQA's simple tokenizer: words, and other visible characters one by one.
+_TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
+
+
 # Questions share passages, and each has its answers looked up one after another.
 @lru_cache(maxsize=4096)
 def _tokens(text: str) -> str:
     # No token holds a space, so a row of tokens is found as a text between spaces.
-    found = _token().findall(unicodedata.normalize("NFD", text))
-    return f" {' '.join(token.lower() for token in found if token.isprintable())} "
-
-
-@lru_cache(maxsize=1)
-def _token() -> re.Pattern[str]:
-    r"""DrQA's simple tokenizer, ``[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]``: words, and other visible characters one by one.
-
-    `re` has no classes by category: letters and digits are its ``\w`` without ``_``, marks are written out, and what is
-    not visible is not printable.
-    """
-    marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M"))
-    return re.compile(rf"(?:[^\W_]|[{marks}])+|\S")
+    return f" {' '.join(token.lower() for token in _TOKEN.findall(unicodedata.normalize('NFD', text)))} "

@@ -7,17 +7,15 @@ computed here.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from contaccum.data.records import Fault, RecordReport, quoted, read_lines, take
+from contaccum.data.records import Fault, RecordReport, cells_of, number_of, quoted, read_lines, take
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import trec_order
 from contaccum.files import provenance, read_json, redact, write_text
@@ -150,16 +148,11 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "
     run: Run = {}
 
     def hit(line: str) -> tuple[str, str, float]:
-        cells = line.split()
-        if len(cells) != 6:
-            raise Fault("not six columns", f"found {len(cells)}")
+        cells = cells_of(line, 6, None)
         query, document = (cell.replace("%20", " ") for cell in (cells[0], cells[2]))
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
-        with suppress(ValueError):
-            if math.isfinite(score := float(cells[4])):
-                return query, document, score
-        raise Fault("score is not a number", f"found {quoted(cells[4])}")
+        return query, document, number_of(cells[4])
 
     for query, document, score in take(path, read_lines(path), hit, report):
         run.setdefault(query, {})[document] = score

@@ -83,11 +83,8 @@ def build_index(
         of_rows: Any = embeddings.ids
     else:
         of_rows = np.asarray if ids is None else np.array(ids, dtype=object).__getitem__
-    built = DenseIndex(embeddings, of_rows, factory, metric, parameters)
     if factory == "Flat":
-        built.gpus = faiss.get_num_gpus()
-        return built
-    built.faiss_index = index
+        return DenseIndex(embeddings, of_rows, factory, metric, parameters, gpus=faiss.get_num_gpus())
     try:
         if not index.is_trained:
             most = min(max(_POINTS_PER_CENTROID * _inverted_lists(index), _LEAST_ROWS), n)
@@ -98,7 +95,7 @@ def build_index(
             index.add(prepared(embeddings[start : start + size], metric, "document embedding", start))
     except RuntimeError as error:
         raise ConfigError(f"FAISS cannot build index {factory!r} on {n} vectors: {_reason(error)}") from error
-    return built
+    return DenseIndex(embeddings, of_rows, factory, metric, parameters, index)
 
 
 def open_index(
@@ -165,15 +162,12 @@ def _search_slices(index: DenseIndex, queries: np.ndarray, k: int, show_progress
     from tqdm.auto import trange
 
     (n, dimension), on_gpus = index.corpus.shape, index.gpus > 0 and k <= _GPU_MAX_K
-    scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
-    rows = np.full((len(queries), k), -1, dtype=np.int64)
-
     # Threads that share a block of FAISS's wait for each other at each: a group of queries for each takes half the CPU
     # time, and on a busy machine a fraction of the wall time.
     threads = faiss.omp_get_max_threads()
     groups = 1 if on_gpus else max(1, min(threads, len(queries) // _FEWEST_QUERIES))
-    count = max(groups, -(-len(queries) // _MOST_QUERIES))
-    parts = list(zip(*(np.array_split(array, count) for array in (queries, scores, rows)), strict=True))
+    parts = np.array_split(queries, max(groups, -(-len(queries) // _MOST_QUERIES)))
+    heaps = [faiss.ResultHeap(len(part), k, keep_max=True) for part in parts]
 
     size = min(max(1, SLICE_BYTES // (4 * dimension)), n)
     # Fresh memory for every slice would cost more than what is written to it.
@@ -190,20 +184,17 @@ def _search_slices(index: DenseIndex, queries: np.ndarray, k: int, show_progress
                     flat = faiss.IndexFlatIP(dimension)
                     flat.add(documents)
                     find = faiss.index_cpu_to_all_gpus(flat).search
-                list(pool.map(partial(_merge, find, start, min(k, len(documents))), parts))
+                list(pool.map(partial(_add, find, start, min(k, len(documents))), parts, heaps))
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
-    return scores, rows
+    for heap in heaps:
+        heap.finalize()
+    return np.concatenate([heap.D for heap in heaps]), np.concatenate([heap.I for heap in heaps])
 
 
-def _merge(find: Callable[..., Any], start: int, k: int, part: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """Take what the slice from row `start` has for some queries into their results so far, in place."""
-    queries, scores, rows = part
-    found, places = find(queries, k=k)
-    both, both_rows = np.concatenate([scores, found], axis=1), np.concatenate([rows, places + start], axis=1)
-    # Both halves are sorted, and this merges them.
-    best = np.argsort(-both, axis=1, kind="stable")[:, : scores.shape[1]]
-    scores[:], rows[:] = np.take_along_axis(both, best, axis=1), np.take_along_axis(both_rows, best, axis=1)
+def _add(find: Callable[..., Any], start: int, k: int, queries: np.ndarray, heap: Any) -> None:
+    scores, rows = find(queries, k=k)
+    heap.add_result(scores, rows + start)
 
 
 def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarray) -> dict[str, Any] | None:

@@ -157,21 +157,17 @@ class EmbeddingStore:
         """Ids and embeddings of a shard."""
         import pyarrow as pa
 
-        folder, count = _shard_folder(self.folder, number), min(self._shard_size, len(self) - number * self._shard_size)
+        folder = _shard_folder(self.folder, number)
         try:
             embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
             ranges = np.load(folder / _RANGES, allow_pickle=False) if self.dtype == "int8" else None
             with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
                 ids = reader.read_all()["id"].combine_chunks()
             ids.validate(full=True)  # offsets of a broken file would be followed anywhere
-            width, kind = (self.shape[1] // 8, "uint8") if self.dtype == "binary" else (self.shape[1], self.dtype)
-            found, wanted = (embeddings.shape, str(embeddings.dtype), len(ids)), ((count, width), kind, count)
-            if found != wanted:
-                raise ValueError(f"it holds {found}, not {wanted}")
         except (OSError, ValueError, KeyError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{folder}: the shard is broken: {what} (remove it, and encode again)") from error
-        return ids, Codes(embeddings, self.dtype, (count, self.shape[1]), ranges)
+        return ids, Codes(embeddings, self.dtype, (len(embeddings), self.shape[1]), ranges)
 
 
 class StoreWriter:
@@ -202,8 +198,7 @@ class StoreWriter:
             (self.folder / ABOUT).unlink()  # last, for the folder is known by it
             about = None
         if about is None:
-            about = {**_HEAD, "finished": False, **identity, **(notes or {})}
-            about |= files.provenance()
+            about = {**_HEAD, "finished": False, **identity, **(notes or {}), **files.provenance()}
             files.write_json(self.folder / ABOUT, about)
         if other := [name for name, value in json.loads(json.dumps(identity)).items() if about.get(name) != value]:
             raise UserError(f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})")

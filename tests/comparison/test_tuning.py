@@ -14,7 +14,7 @@ from contaccum.comparison.report import build_report, markdown
 from contaccum.comparison.tuning import Ladder, about_tuning, best_of, climb, next_values, read_ladder
 from contaccum.errors import ConfigError
 from contaccum.files import write_json
-from contaccum.report.page import Source, build_page, comparison_panels
+from contaccum.report import Source, build_page, comparison_panels
 
 LADDER = Ladder("learning_rate", ["1e-4", "1.8e-4", "3.2e-4"], 1.8, 6, [0])
 

@@ -49,6 +49,7 @@ def tokens_by_category(text: str) -> list[str]:
 
 def test_tokens_are_dprs_for_all_kinds_of_characters():
     characters = [chr(code) for code in (*range(0x10000), *range(0x10000, sys.maxunicode, 17))]
+    characters = [c for c in characters if unicodedata.category(c) != "Cn"]  # another version of Unicode has more
     random.Random(0).shuffle(characters)
     text = "".join(characters)
     assert open_qa._tokens(text).split(" ")[1:-1] == [

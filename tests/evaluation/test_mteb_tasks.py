@@ -11,7 +11,7 @@ from contaccum.data.beir import shipped_scifact
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.evaluator import sample
 from contaccum.evaluation.results import read_result
-from contaccum.report.page import build_page
+from contaccum.report import build_page
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(tmp
 def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path):
     path = tmp_path / "run.trec"
     for line, reason in {
-        "q Q0 d 1 0.5": "not six columns: found 5",
+        "q Q0 d 1 0.5": "not 6 columns: found 5",
         "q Q0 d 1 high t": "score is not a number: found 'high'",
         "q Q0 d 1 nan t": "score is not a number",
         "q Q0 a 1 0.1 t": "duplicate document: 'a' of query 'q'",

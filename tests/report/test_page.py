@@ -13,7 +13,7 @@ from small_data import write_lines
 from contaccum.cli import main
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import paired_bootstrap
-from contaccum.report.page import Panel, build_page
+from contaccum.report import Panel, build_page
 
 ROOT = Path(__file__).resolve().parents[2]
 HARM = '<script>document.title="taken"</script><img src="http://evil.invalid/x.png" onerror="alert(1)">'
