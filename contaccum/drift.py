@@ -1,4 +1,5 @@
-"""Drift: bank entries were made by an older encoder. This module estimates how far a tower has moved as a whole.
+"""Drift: bank entries were made by an older encoder. This module estimates how far a tower has moved as a whole, and
+keeps updates from moving it so.
 
 Without that, an encoder can lower the loss by moving every new embedding away from every old one, because "new or
 old" is easier to learn than "relevant or not". It knows neither the loss nor the bank. docs/drift.md tells the story.
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from contaccum.errors import check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN
 
 DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
@@ -21,6 +23,7 @@ HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean
 RESIDUAL_BOUND = 0.08  # of an entry's drift without the mean shift, in units of its tower's spread: beyond, it retires
 WEIGHED_BOUND = 0.2  # the same where older entries count less: at this one, by a factor of 20
 PROBES = 32  # over the life of a bank; for a larger bank they are further apart
+_CENTERED = {"both": (0, 1), "passages": (1,), "queries": (0,), "none": ()}
 
 
 class RunningMean(nn.Module):
@@ -111,7 +114,7 @@ class DriftProbe(nn.Module):
 
     def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
         """Pairs of training after which an entry has drifted further than ``bound``, infinite when none has, by the
-        :meth:`residuals` (probes - 1,) of one tower, interpolated."""
+        `residuals` (probes - 1,) of one tower, interpolated."""
         before, less = 0.0, 0.0
         for pairs, residual in zip(self.pairs[-2::-1], reversed(residuals.tolist()), strict=True):
             age = self.pairs[-1] - pairs
@@ -156,3 +159,48 @@ class DriftProbe(nn.Module):
 def _variance(embeddings: Tensor) -> Tensor:
     """Mean squared distance of texts from their mean: (..., S, d) to (...)."""
     return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
+
+
+class GradientCentering:
+    """Takes the mean out of a tower's gradients; holds what those of the update under way sum to, as corrected.
+
+    Of a whole batch the gradients of all passages sum to zero: the softmax pulls as much as it pushes. Those of a
+    micro-batch against a bank do not, because the bank's columns take none, and what is left over drives new embeddings
+    away from old ones. It is taken out over the update, in one pass: what the micro-steps so far have left over is
+    spread over the rows that are still to come. A tower needs one vector for it.
+
+    Args:
+        setting: ``center_gradients`` of `BankedInfoNCE`.
+        pairs_per_update: pairs of all micro-batches of an update; None: every micro-batch is centred by itself.
+    """
+
+    def __init__(self, setting: str, pairs_per_update: int | None) -> None:
+        check_choice("center_gradients", setting, ("auto", *_CENTERED))
+        self.setting = setting
+        self.begin_update(pairs_per_update)
+
+    def begin_update(self, pairs: int | None) -> None:
+        """Forget what is left over; the update that begins has that many pairs."""
+        self.pairs, self._to_come = pairs, pairs or 0
+        self._left_over: dict[int, Tensor] = {}
+
+    def __call__(self, gradients: Sequence[Tensor], aged: bool) -> list[Tensor]:
+        """Those of a micro-batch's queries and columns, (n, ..., d) each; ``aged``: beside entries of an older encoder.
+
+        With its last pair, the gradients of an update have summed to zero. One that is the only one stays as it is.
+        """
+        n = len(gradients[0])
+        if self._to_come < n:  # the next update begins, or nothing is known of any
+            self.begin_update(self.pairs)
+            self._to_come = max(self._to_come, n)
+        taken = n / self._to_come  # of what is left over; the update's last micro-batch takes all
+        centred = list(gradients)
+        for tower in _CENTERED.get(self.setting, (1,) if aged else ()):
+            rows = gradients[tower].flatten(0, -2)
+            if len(rows) == self._to_come == 1 and tower not in self._left_over:
+                continue  # it would take itself out
+            left_over = rows.sum(0) + self._left_over.get(tower, 0)
+            centred[tower] = gradients[tower] - left_over * (taken / len(rows))
+            self._left_over[tower] = left_over * (1 - taken)
+        self._to_come -= n
+        return centred

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from contaccum import __version__
 from contaccum.errors import DataError, UserError
-from contaccum.version import __version__
 
 AnyPath = str | os.PathLike[str]
 

@@ -18,16 +18,20 @@ from torch.nn.functional import normalize
 
 from contaccum.autograd import HandOver
 from contaccum.banks import Banks
-from contaccum.centering import CENTERINGS, GradientCentering, towers_to_center
-from contaccum.diagnostics import facts, masses
-from contaccum.directions import DIRECTIONS, Direction, in_order, meet, together
+from contaccum.directions import DIRECTIONS, Direction, facts, in_order, masses, meet, together
 from contaccum.distributed import from_first_rank, gather_batch, over_ranks, world_size
-from contaccum.drift import DRIFT_COMPENSATIONS, RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, RunningMean
+from contaccum.drift import (
+    DRIFT_COMPENSATIONS,
+    RESIDUAL_BOUND,
+    WEIGHED_BOUND,
+    DriftProbe,
+    GradientCentering,
+    RunningMean,
+)
 from contaccum.errors import ConfigError, check_choice
-from contaccum.hardness import HARDNESS_MODES, Hardness
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.optimizer_steps import StepWatch
-from contaccum.pairs import Guided, Ids, Pairs, PositivesTable, check_embeddings
+from contaccum.pairs import HARDNESS_MODES, Guided, Hardness, Ids, Pairs, PositivesTable, check_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -145,12 +149,11 @@ class BankedInfoNCE(Banks):
         check_choice("similarity", similarity, ("dot", "cos"))
         check_choice("normalize_by", normalize_by, ("local", "all"))
         check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
-        check_choice("center_gradients", center_gradients, CENTERINGS)
         kept = bank_size, query_bank_size, bank_dtype, bank_hard_negatives, drift_compensation, temperature
         super().__init__(*kept, in_order(directions, partition_mode), penalties=hardness_mode is not None)
         self.similarity, self.normalize_by, self.mask_duplicates = similarity, normalize_by, mask_duplicates
-        self.gather_across_devices, self.center_gradients = gather_across_devices, center_gradients
-        self.centering, self.bank_weight = GradientCentering(pairs_per_update), bank_weight
+        self.gather_across_devices, self.bank_weight = gather_across_devices, bank_weight
+        self.centering = GradientCentering(center_gradients, pairs_per_update)
         self.false_negative_margin = false_negative_margin
         self.guide_margin, self.guide_margin_strategy = guide_margin, guide_margin_strategy
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
@@ -289,7 +292,7 @@ class BankedInfoNCE(Banks):
         if bank is not None:
             self.last |= masses(base, step.log_sum, bank, others.pop().sum(0) * step.share)
         aged = bank is not None and self.drift_compensation == "auto" and bank.aged > 0
-        found = self.centering([queries, columns], towers_to_center(self.center_gradients, aged))
+        found = self.centering([queries, columns], aged)
         return [*torch.autograd.grad(step.middle, step.leaves, found), *others]
 
     @torch.no_grad()
@@ -368,9 +371,8 @@ class BankedInfoNCE(Banks):
         if self.drift_compensation == "auto":
             weighs, towers = self.bank_weight == "auto", {DIRECTIONS[name][1] for name in self.directions}
             residuals = self.probe.residuals()[:, sorted(towers)].amax(1)
-            limit = int(
-                min(self.probe.age_limit(residuals, WEIGHED_BOUND if weighs else RESIDUAL_BOUND), self.bank_size)
-            )
+            bound = WEIGHED_BOUND if weighs else RESIDUAL_BOUND
+            limit = int(min(self.probe.age_limit(residuals, bound), self.bank_size))
             # The same on all ranks already, unless their devices round differently.
             limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
             for one in self.banks.values():

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from contaccum.errors import ConfigError
-from contaccum.names import hint, in_our_names
+from contaccum.errors import ConfigError, hint, in_our_names
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 

@@ -22,6 +22,7 @@ import torch
 from transformers import set_seed
 from transformers.trainer_utils import IntervalStrategy
 
+from contaccum import __version__
 from contaccum.comparison.plan import Plan, as_tokens
 from contaccum.comparison.report import METRICS
 from contaccum.data import BeirDataset
@@ -35,7 +36,6 @@ from contaccum.training.arguments import name_of
 from contaccum.training.config import load_data, load_guide, load_mining_data_of, load_model, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
-from contaccum.version import __version__
 
 Job = dict[str, Any]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers.trainer_utils import sort_checkpoints
 
+from contaccum import __version__
 from contaccum.errors import DataError, UserError
 from contaccum.files import read_json, write_json
 from contaccum.training.arguments import LOSS_SETTINGS, ContAccumTrainingArguments
-from contaccum.version import __version__
 
 logger = logging.getLogger(__name__)
 

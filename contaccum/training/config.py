@@ -17,9 +17,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from contaccum.data import TrainingSets, load_training_sets
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, hint, in_our_names, our_name
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.names import hint, in_our_names, our_name
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of, refuse, refuse_alone
 from contaccum.training.options import DataArguments, ModelArguments
 
