@@ -20,12 +20,11 @@ from contaccum.pairs import Guided, Pairs, PositivesTable, Scores
 
 DIRECTIONS = {"query_to_doc": (0, 1), "query_to_query": (0, 0), "doc_to_query": (1, 0), "doc_to_doc": (1, 1)}
 """The towers that rows and columns are of: 0, queries; 1, passages, and as columns their hard negatives too."""
-PARTITION_MODES = ("joint", "per_direction")
 
 
 def in_order(directions: Sequence[str], partition_mode: str) -> tuple[str, ...]:
     """The directions, ``query_to_doc`` first; raises `ConfigError` for what makes no loss."""
-    check_choice("partition_mode", partition_mode, PARTITION_MODES)
+    check_choice("partition_mode", partition_mode, ("joint", "per_direction"))
     directions = (directions,) if isinstance(directions, str) else tuple(directions)
     for name in directions:
         check_choice("directions", name, tuple(DIRECTIONS))

@@ -43,7 +43,7 @@ class RunningMean(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
 
     def after(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; :meth:`set` takes it.
+        """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; `set` takes it.
 
         A micro-batch whose mean lies further off than sampling explains is a jump of the encoder, and the running
         mean goes there at once: entries stored while it still lags would be shifted too far later on. A micro-batch of

@@ -240,14 +240,12 @@ class BankedInfoNCE(Banks):
         size = 0 if guide is None else guide.columns.shape[2]
         bank = self.prepare(columns.shape[2], columns.shape[1] - 1, columns, size)
         means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
-        now: list[Tensor | None] = [None, None]
-        if self.passage_mean is not None and self.query_mean is not None:
-            if observe and self.probe is None:
-                towers = ((self.query_mean, queries), (self.passage_mean, units[1]))
-                means = [(mean, mean.after(x.detach())) for mean, x in towers]
-            # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
-            # its tower then, so a new one is what it is beside that of now.
-            now = [state[0] for _, state in means] or [self.query_mean.mean, self.passage_mean.mean]
+        if observe and self.probe is None:
+            towers = ((self.query_mean, queries), (self.passage_mean, units[1]))
+            means = [(mean, mean.after(x.detach())) for mean, x in towers if mean is not None]
+        # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of its
+        # tower then, so a new one is what it is beside that of now.
+        now = [state[0] for _, state in means] or self.origins
         temperature = self.temperature if log_scale is None else (-log_scale).exp()
         still = temperature.detach() if isinstance(temperature, Tensor) else temperature
         whole = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())._replace(
@@ -365,9 +363,9 @@ class BankedInfoNCE(Banks):
         if self.probe is None:
             self.probe = DriftProbe(fresh[0].shape, self.bank_size, fresh[0].dtype, fresh[0].device)
         shift = self.probe.observe(fresh[0], fresh[1], bank.updates, bank.pairs)
-        if self.passage_mean is not None and self.query_mean is not None:
-            self.query_mean.mean += shift[0]
-            self.passage_mean.mean += shift[1]
+        for mean, moved in zip((self.query_mean, self.passage_mean), shift, strict=True):
+            if mean is not None:
+                mean.mean += moved
         if self.drift_compensation == "auto":
             weighs, towers = self.bank_weight == "auto", {DIRECTIONS[name][1] for name in self.directions}
             residuals = self.probe.residuals()[:, sorted(towers)].amax(1)

@@ -338,7 +338,7 @@ class MemoryBank(nn.Module):
         """Leave the blocks before pair ``first`` out of rows and columns; returns where in the ring they are."""
         if first == self.first:
             return []
-        forgotten = _ring(self.first // self.block, -(-min(first, self.pairs) // self.block), len(self.log_sums))
+        forgotten = [blocks for blocks, *_ in self._runs(self.first, min(first, self.pairs))]
         for blocks in forgotten:
             self.absent[blocks.start * self.block : blocks.stop * self.block] = self.low
             self.log_sums[blocks] = self.low
@@ -390,7 +390,7 @@ class MemoryBank(nn.Module):
 
 
 class _GuideRing(nn.Module):
-    """What a guide sees in the entries of a bank, in the same slots; as in :class:`Guided`."""
+    """What a guide sees in the entries of a bank, in the same slots; as in `Guided`."""
 
     queries: Tensor  # (m, g), or (0, g) without a query bank
     columns: Tensor  # (m, 1 + h, g)
@@ -415,13 +415,6 @@ class _GuideRing(nn.Module):
         self.columns[slots, :width] = local.columns[at, :width].to(self.columns)
         if len(self.queries):
             self.queries[slots], self.ceiling[slots] = local.queries[at].to(self.queries), local.ceiling[at]
-
-
-def _ring(begin: int, end: int, size: int) -> list[slice]:
-    """Where ``begin`` to ``end`` lie in a ring of that size, at most once round."""
-    begin = max(begin, end - size)
-    start, stop = begin % size, begin % size + end - begin
-    return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
 
 
 def check_bank_sizes(bank_size: int, query_bank_size: int | None, least: int = 0) -> None:

@@ -15,7 +15,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """Has options of :data:`SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
+    """Has options of `SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
 
     def __init__(self, command: str, description: str, *shared: str, usage: str | None = None) -> None:
         form = partial(argparse.HelpFormatter, max_help_position=34)

@@ -104,7 +104,7 @@ def settle_parameters(args: ContAccumTrainingArguments, model: SentenceTransform
     """Make DDP wait for the gradients that come, and for no others.
 
     DDP looks for unused parameters after every column, and takes the query tower to be unused by the last. For losses
-    that read sentence embeddings and nothing else, :func:`freeze_unused` does that work, on any number of ranks. Losses
+    that read sentence embeddings and nothing else, `freeze_unused` does that work, on any number of ranks. Losses
     with a gradient cache call the model once per backward pass, where DDP's search is right, and needed.
     """
     loss = innermost(loss)

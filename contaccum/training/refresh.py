@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from torch import Tensor
 from contaccum.data.sampling import first_texts, samplings_of, text_ids, with_row_numbers
 from contaccum.distributed import from_first_rank
 from contaccum.errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-    from contaccum.mining import MiningData
-    from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.mining import MiningData, load_mining_data, mine_hard_negatives
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 _TRIES = 64  # that another passage is sampled in place of one that may not be used
 
@@ -35,8 +33,6 @@ class NegativeRefresh:
     """
 
     def __init__(self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None) -> None:
-        from contaccum.mining import load_mining_data
-
         (self.sampling,) = samplings_of(dataset)
         self.sampling.gives_numbers = True
         self.args, self.columns = args, [name for name in dataset.column_names if name.startswith("negative_")]
@@ -60,8 +56,6 @@ class NegativeRefresh:
 
     def mine(self, model: Any, update: int, first_rank: bool) -> dict[str, float]:
         """Mine with ``model`` as it is: rank 0 does, and every rank gets the same. Returns what is logged."""
-        from contaccum.mining import mine_hard_negatives
-
         started, args = time.perf_counter(), self.args
         found = self.rows
         if first_rank:
@@ -106,7 +100,7 @@ class NegativeRefresh:
         return {"rows": torch.from_numpy(self.rows), "at": torch.tensor(-1 if self.at is None else self.at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from :meth:`state_dict`; raises `UserError` where other data were mined in."""
+        """Go on from `state_dict`; raises `UserError` where other data were mined in."""
         if state["rows"].shape != self.rows.shape or int(state["rows"].max()) >= self.data.pool_size:
             raise UserError("the checkpoint's negatives were mined in other data: resume with those")
         self.rows, at = state["rows"].numpy(), int(state["at"])

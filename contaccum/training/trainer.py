@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
 from contaccum.guide import Guide
 from contaccum.losses import ContAccumLoss
+from contaccum.mining import MiningData
 from contaccum.training import checkpoint, log
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
@@ -43,9 +44,6 @@ from contaccum.training.log import rows_of
 from contaccum.training.methods import check_columns, columns_by_set, make_loss, settle_parameters, take_roles
 from contaccum.training.refresh import with_refresh
 from contaccum.training.updates import WHAT_ELSE, Updates, is_out_of_memory, random_states, set_random_states
-
-if TYPE_CHECKING:
-    from contaccum.mining import MiningData
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -354,17 +352,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             return
         trusted = bool(getattr(self.model, "trust_remote_code", False))
         with loading(checkpoint_path, trusted):
-            try:
-                if not (self.is_fsdp_enabled or has_adapter(self.model)):
-                    return super()._load_from_checkpoint(checkpoint_path)
-                whole = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
-                if not self.is_fsdp_enabled:
-                    every = self.model.named_parameters(remove_duplicate=False)
-                    names = [name for name, parameter in every if parameter.is_floating_point()]
-                    self.model.load_state_dict({name: whole[name] for name in names}, strict=False)
-                    return
-            except RuntimeError as error:  # of load_state_dict: shapes or names
-                raise UserError(f"{checkpoint_path}: its weights are of another model ({str(error)[:200]})") from error
+            if not (self.is_fsdp_enabled or has_adapter(self.model)):
+                return super()._load_from_checkpoint(checkpoint_path)
+            whole = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
+            if not self.is_fsdp_enabled:
+                every = self.model.named_parameters(remove_duplicate=False)
+                names = [name for name, parameter in every if parameter.is_floating_point()]
+                self.model.load_state_dict({name: whole[name] for name in names}, strict=False)
+                return
         set_model_state_dict(self.model, dict(whole), options=StateDictOptions(full_state_dict=True))
 
 
