@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from contaccum.errors import check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN
 
-DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
 MOVES_ENTRIES = ("auto", "mean")  # these follow the encoder; the others need no measurement of it
 HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean has fallen to 1/e
 RESIDUAL_BOUND = 0.08  # of an entry's drift without the mean shift, in units of its tower's spread: beyond, it retires

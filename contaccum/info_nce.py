@@ -14,24 +14,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
-from contaccum.autograd import HandOver
 from contaccum.banks import Banks
 from contaccum.directions import DIRECTIONS, Direction, facts, in_order, masses, meet, together
 from contaccum.distributed import from_first_rank, gather_batch, over_ranks, world_size
-from contaccum.drift import (
-    DRIFT_COMPENSATIONS,
-    RESIDUAL_BOUND,
-    WEIGHED_BOUND,
-    DriftProbe,
-    GradientCentering,
-    RunningMean,
-)
+from contaccum.drift import RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, GradientCentering, RunningMean
 from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.optimizer_steps import StepWatch
-from contaccum.pairs import HARDNESS_MODES, Guided, Hardness, Ids, Pairs, PositivesTable, check_embeddings
+from contaccum.pairs import Guided, Hardness, Ids, Pairs, PositivesTable, check_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -142,13 +135,13 @@ class BankedInfoNCE(Banks):
         if false_negative_margin is not None and not false_negative_margin >= 0:
             raise ConfigError(f"false_negative_margin must be at least 0, got {false_negative_margin!r}")
         check_choice("guide_margin_strategy", guide_margin_strategy, ("absolute", "relative"))
-        if hardness_mode is not None:
-            check_choice("hardness_mode", hardness_mode, HARDNESS_MODES)
+        hard = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+        check_choice("hardness_mode", hardness_mode, hard)
         if not 0 <= hardness_strength < math.inf or (hardness_mode is not None and hardness_strength == 0):
             raise ConfigError(f"hardness_strength must be above 0 with a hardness_mode, got {hardness_strength!r}")
         check_choice("similarity", similarity, ("dot", "cos"))
         check_choice("normalize_by", normalize_by, ("local", "all"))
-        check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
+        check_choice("drift_compensation", drift_compensation, ("auto", "mean", "fresh", "none"))
         kept = bank_size, query_bank_size, bank_dtype, bank_hard_negatives, drift_compensation, temperature
         super().__init__(*kept, in_order(directions, partition_mode), penalties=hardness_mode is not None)
         self.similarity, self.normalize_by, self.mask_duplicates = similarity, normalize_by, mask_duplicates
@@ -208,8 +201,7 @@ class BankedInfoNCE(Banks):
         with torch.autocast(queries.device.type, enabled=False):
             relative = self.guide_margin_strategy == "relative"
             seen = Guided.of([x.to(dtype) for x in guided], self.guide_margin, relative) if guided else None
-            log_scale = self._log_scale_now(learns)
-            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, log_scale, enqueues)
+            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, enqueues)
             gradients = self._gradients(step) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
@@ -231,9 +223,7 @@ class BankedInfoNCE(Banks):
 
     # The stages of a micro-step --------------------------------------------------------------------------------------
 
-    def _losses(
-        self, leaves: list[Tensor], ids: Ids, guide: Guided | None, log_scale: Tensor | None, observe: bool
-    ) -> _MicroStep:
+    def _losses(self, leaves: list[Tensor], ids: Ids, guide: Guided | None, observe: bool) -> _MicroStep:
         """Scores and row losses of queries (n, d), passages (n, d) and, if any, negatives (n, h, d)."""
         units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
@@ -246,7 +236,13 @@ class BankedInfoNCE(Banks):
         # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of its
         # tower then, so a new one is what it is beside that of now.
         now = [state[0] for _, state in means] or self.origins
-        temperature = self.temperature if log_scale is None else (-log_scale).exp()
+        temperature: float | Tensor = self.temperature
+        log_scale = None
+        if self.log_scale is not None:
+            if self.training:
+                self.log_scale.data.clamp_(max=math.log(MOST_SCALE))  # else it may run away
+            log_scale = self.log_scale.detach().requires_grad_(leaves[0].requires_grad)
+            temperature = (-log_scale).exp()
         still = temperature.detach() if isinstance(temperature, Tensor) else temperature
         whole = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())._replace(
             temperature=temperature,
@@ -271,15 +267,6 @@ class BankedInfoNCE(Banks):
             **({} if log_scale is None else {"temperature": still}),
         }
         return _MicroStep(leaves, log_scale, [queries, columns], found, log_sums[0], share, loss, means)
-
-    def _log_scale_now(self, learns: bool) -> Tensor | None:
-        """That of the scores, to take a gradient of; CLIP's bound keeps it from running away."""
-        if self.log_scale is None:
-            return None
-        if self.training:
-            with torch.no_grad():
-                self.log_scale.clamp_(max=math.log(MOST_SCALE))
-        return self.log_scale.detach().requires_grad_(learns)
 
     def _gradients(self, step: _MicroStep) -> list[Tensor]:
         """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
@@ -409,3 +396,17 @@ class _MicroStep(NamedTuple):
     share: Tensor | int  # what the sum of row losses is divided by
     loss: Tensor
     means: list[tuple[RunningMean, tuple[Tensor, ...]]]  # and what they will be, where they follow micro-batches
+
+
+class HandOver(torch.autograd.Function):
+    """Gradients known in forward: the bank is written in place before backward, which would find other numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)

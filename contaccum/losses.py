@@ -23,11 +23,10 @@ from contaccum.distill import Distillation, split_labels
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
-from contaccum.features import content_ids
+from contaccum.features import TextProbe, content_ids
 from contaccum.guide import Guide
 from contaccum.info_nce import BankedInfoNCE
 from contaccum.pairs import PositivesTable
-from contaccum.probe import TextProbe
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +109,8 @@ class ContAccumLoss(nn.Module):
         given.apply_defaults()
         self.settings: dict[str, Any] = given.arguments
         BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
-        self.distillation: Distillation | None = None
-        if distill is not None:
-            similarity = self.settings["similarity"]
-            self.distillation = Distillation(distill, distill_weight, distill_temperature, similarity, scale)
+        about = distill_weight, distill_temperature, self.settings["similarity"], scale
+        self.distillation = None if distill is None else Distillation(distill, *about)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
         self.log_scale = self._without_bank.log_scale  # one for all sizes, in training and evaluation
         self.guide = None if guide is None else Guide(model, guide)

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from contaccum.autograd import Product
 from contaccum.errors import ConfigError
-from contaccum.pairs import NO_ID, Guided, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
+from contaccum.pairs import NO_ID, Guided, Ids, Pairs, PositivesTable, Product, Scores, check_embeddings, hidden, low
 
 PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
 
@@ -271,7 +270,8 @@ class MemoryBank(nn.Module):
         own_sum = None
         if pairs.hardness is not None:
             off = pairs.hardness.off_own(pairs.of_mean(pairs.queries / pairs.temperature))
-            own_sum = torch.where(finite, self._sum_own(scores) - off, self.low)
+            own = scores.own.diagonal(dim1=0, dim2=1)[1 : self.columns.shape[1]]  # those that there is room for
+            own_sum = torch.where(finite, own.logsumexp(0).clamp_min(self.low) - off, self.low)
         width = min(pairs.columns.shape[1], self.columns.shape[1])
         columns, queries, positive = (
             torch.where(finite, x, 0) for x in (pairs.columns, pairs.queries, scores.positive)
@@ -316,11 +316,6 @@ class MemoryBank(nn.Module):
             for stored, more in ((self.log_sums[blocks, :m], old), (self.log_sum[:m], old.logsumexp(0))):
                 torch.logaddexp(stored, more, out=stored)
         return torch.where(finite, sums, self.low)
-
-    def _sum_own(self, scores: Scores) -> Tensor:
-        """(n,): sums of the new rows over those of their own hard negatives that there is room for."""
-        own = scores.own.diagonal(dim1=0, dim2=1)[1 : self.columns.shape[1]]
-        return own.logsumexp(0).clamp_min(self.low)
 
     def _runs(self, first: int, end: int) -> Iterator[tuple[slice, slice, slice]]:
         """Blocks, slots and rows of the micro-batch of pairs ``first`` to ``end``: whole blocks in a row, or in one."""

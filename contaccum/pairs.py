@@ -9,15 +9,16 @@ h hard negatives per query, d the embedding size, g that of the guide.
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
 NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
-HARDNESS_MODES = ("in_batch_negatives", "hard_negatives", "all_negatives")
+_ROWS_AT_ONCE = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
 
 
 class Ids(NamedTuple):
@@ -235,6 +236,44 @@ def hidden(local: Tensor, other: Tensor, positives: PositivesTable | None, local
 def low(dtype: torch.dtype) -> float:
     """The score of what is masked: no softmax sees it, and unlike -inf it makes no NaN where everything is masked."""
     return torch.finfo(dtype).min / 4
+
+
+class Product(torch.autograd.Function):
+    """Scores (k, r) of ``x`` (k, d) against stored rows (r, d) of any dtype, which take no gradient.
+
+    ``absent`` (r,) is added, and what ``mask`` (k, r) hides or is above ``ceiling`` (k, 1) or (r,) is vanishingly low:
+    its softmax is 0, and so is its gradient. For the gradient of ``x`` alone, every so many rows have ``moved`` by one
+    of these vectors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        absent: Tensor,
+        mask: Tensor | None,
+        ceiling: Tensor | None,
+        moved: Tensor | None,
+    ) -> Tensor:
+        ctx.stored, ctx.moved = stored, moved
+        scores = x.new_empty(len(x), len(stored))
+        parts = [y.split(_ROWS_AT_ONCE, dim=-1) for y in (stored.T, absent.expand(len(stored)), scores)]
+        for part, bias, place in zip(*parts, strict=True):
+            torch.addmm(bias, x, part.to(x.dtype), out=place)
+        if ceiling is not None:
+            mask = scores > ceiling if mask is None else mask | (scores > ceiling)
+        return scores if mask is None else scores.masked_fill_(mask, low(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+        total = weights.new_zeros(len(weights), ctx.stored.shape[1])
+        for part, share in zip(ctx.stored.split(_ROWS_AT_ONCE), weights.split(_ROWS_AT_ONCE, dim=1), strict=True):
+            total.addmm_(share, part.to(weights.dtype))
+        if ctx.moved is not None:
+            total.addmm_(weights.view(len(weights), len(ctx.moved), -1).sum(2), ctx.moved)
+        return total, None, None, None, None, None
 
 
 def check_embeddings(

@@ -17,12 +17,12 @@ from tiny_models import qwen3_config, tiny_encoder
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
-from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder, losses, probe
+from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder, losses
+from contaccum import features as probe
 from contaccum.errors import ConfigError
-from contaccum.features import content_ids, first_rows
+from contaccum.features import PROBE_TEXTS, TextProbe, content_ids, first_rows
 from contaccum.losses import PAIRS_PER_PROBE
 from contaccum.pairs import NO_ID
-from contaccum.probe import PROBE_TEXTS, TextProbe
 
 
 @pytest.fixture

@@ -171,7 +171,11 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
     # Towers come with weights each, and share them once they have adapters: the device then gets one base.
     late = bool(arguments.lora_r and not arguments.tied and device and not quantized)
     place: Any = {"device": "cpu" if late else device, **quantized}
-    if _is_sentence_transformer(arguments.model):
+    require_model(arguments.model)
+    is_whole = False
+    with suppress(Exception):  # any of the hub's errors: loading it will fail next, with a message of its own
+        is_whole = is_sentence_transformer_model(arguments.model)
+    if is_whole:
         model = _load_sentence_transformer(arguments, place)
     else:
         names = ["tied", "pooling", "normalize", "query_prompt", "passage_prompt", "query_max_length"]
@@ -217,11 +221,3 @@ def merge_saved(folder: str, arguments: ModelArguments) -> None:
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=arguments.trust_remote_code)
     adapters.merge_adapter(model)
     model.save_pretrained(folder, create_model_card=False)  # there is one
-
-
-def _is_sentence_transformer(name: str) -> bool:
-    """Whether a folder, or a hub repository that can be reached, is a SentenceTransformer rather than a backbone."""
-    require_model(name)
-    with suppress(Exception):  # any of the hub's errors: loading it will fail next, with a message of its own
-        return is_sentence_transformer_model(name)
-    return False

@@ -18,8 +18,8 @@ from torch import Tensor
 from contaccum.data.sampling import LABELS
 from contaccum.encoders import is_tied
 from contaccum.errors import ConfigError
+from contaccum.features import without_dropout
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
-from contaccum.probe import without_dropout
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 Columns = dict[str | None, list[str]]

@@ -33,6 +33,13 @@ class NegativeRefresh:
     """
 
     def __init__(self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None) -> None:
+        names = list(getattr(dataset, "column_names", None) or [])
+        if names[:2] != ["query", "positive"] or "negative_1" not in names or not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                "refresh_negatives_every needs one data set, neither a stream nor several, with the columns query, "
+                f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}"
+            )
+        self.dataset = dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
         (self.sampling,) = samplings_of(dataset)
         self.sampling.gives_numbers = True
         self.args, self.columns = args, [name for name in dataset.column_names if name.startswith("negative_")]
@@ -122,19 +129,3 @@ class NegativeRefresh:
             raise ConfigError(f"the query {self.data.queries[query][:60]!r} has no passage that could be its negative")
         # In a tiny pool there may be too few: then one is there twice.
         return [self.data.documents[chosen[i % len(chosen)]].passage for i in range(h)]
-
-
-def with_refresh(
-    args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None
-) -> tuple[Any, NegativeRefresh | None]:
-    """Training data whose rows know their number, and their refresh; as it is, and None, without any."""
-    if args.refresh_negatives_every is None:
-        return dataset, None
-    names = list(getattr(dataset, "column_names", None) or [])
-    if names[:2] != ["query", "positive"] or "negative_1" not in names or not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            "refresh_negatives_every needs one data set, neither a stream nor several, with the columns query, "
-            f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}"
-        )
-    dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
-    return dataset, NegativeRefresh(args, dataset, data)

@@ -42,7 +42,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
 from contaccum.training.log import rows_of
 from contaccum.training.methods import check_columns, columns_by_set, make_loss, settle_parameters, take_roles
-from contaccum.training.refresh import with_refresh
+from contaccum.training.refresh import NegativeRefresh
 from contaccum.training.updates import WHAT_ELSE, Updates, is_out_of_memory, random_states, set_random_states
 
 
@@ -93,7 +93,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
         self.given_arguments = args.to_dict()
         args = copy.copy(args)  # what follows belongs to this model and data set
-        train_dataset, self.refresh = with_refresh(args, train_dataset, mining_data)
+        self.refresh: NegativeRefresh | None = None
+        if args.refresh_negatives_every is not None:
+            self.refresh = NegativeRefresh(args, train_dataset, mining_data)
+            train_dataset = self.refresh.dataset  # whose rows know their number
         self.samplings = samplings_of(train_dataset)
         columns = columns_by_set(train_dataset if train_dataset is not None else eval_dataset)
         take_roles(args, model, columns)
