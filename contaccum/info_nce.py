@@ -156,7 +156,7 @@ class BankedInfoNCE(Banks):
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learn_temperature else None
         self.positives: PositivesTable | None = None
         self.steps = StepWatch()
-        self._ended_at, self._warned = 0, False  # pairs seen when an update last ended
+        self._ended_at = 0  # pairs seen when an update last ended
         self.last: dict[str, Any] = {}
 
     def forward(
@@ -321,9 +321,8 @@ class BankedInfoNCE(Banks):
         if bank is None:
             return
         if bank.updates == 0 and self.probe is None and bank.pairs >= max(4 * self.bank_size, _UNSEEN_PAIRS):
-            if not self._warned:
+            if not bank.aged:  # once
                 logger.warning(f"no update was seen in {bank.pairs:,} pairs: {_UNSEEN}")
-            self._warned = True
             for one in self.banks.values():
                 one.encoder_moved()  # as far as anybody knows
 

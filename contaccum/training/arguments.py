@@ -108,8 +108,7 @@ class ContAccumTrainingArguments(
         }
 
     def _refuse(self) -> None:
-        method, auto, dims = self.method, self.finds_micro_batch, self.matryoshka_dims
-        refuse({f"matryoshka_dims={dims}: name sizes of at least 1": dims is not None and min(dims, default=0) < 1})
+        method, auto = self.method, self.finds_micro_batch
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})

@@ -24,7 +24,6 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"temperature": 0.0}, ["temperature"]),
         ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
         ({"bank_size": -1}, ["bank_size"]),
-        ({"matryoshka_dims": [16, 0]}, ["matryoshka_dims=[16, 0]", "at least 1"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
         ({"fp16": True}, ["fp16", "bf16"]),
         ({"deepspeed": "zero.json", "method": "grad_cache"}, ["deepspeed", "method=grad_cache"]),
