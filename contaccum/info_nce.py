@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 
 from contaccum.banks import Banks
 from contaccum.directions import DIRECTIONS, Direction, facts, in_order, masses, meet, together
-from contaccum.distributed import from_first_rank, gather_batch, over_ranks, world_size
+from contaccum.distributed import gather_batch, over_ranks, world_size
 from contaccum.drift import RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, GradientCentering, RunningMean
 from contaccum.errors import ConfigError, check_choice
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
@@ -358,7 +358,7 @@ class BankedInfoNCE(Banks):
             bound = WEIGHED_BOUND if weighs else RESIDUAL_BOUND
             limit = int(min(self.probe.age_limit(residuals, bound), self.bank_size))
             # The same on all ranks already, unless their devices round differently.
-            limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
+            limit = int(over_ranks("MIN", torch.tensor(limit, device=fresh[0].device))) if self._shared else limit
             for one in self.banks.values():
                 one.limit = limit
                 one.encoder_moved()

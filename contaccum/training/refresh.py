@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contaccum.data.sampling import first_texts, samplings_of, text_ids, with_row_numbers
-from contaccum.distributed import from_first_rank
+from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import MiningData, load_mining_data, mine_hard_negatives
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -64,7 +64,7 @@ class NegativeRefresh:
     def mine(self, model: Any, update: int, first_rank: bool) -> dict[str, float]:
         """Mine with ``model`` as it is: rank 0 does, and every rank gets the same. Returns what is logged."""
         started, args = time.perf_counter(), self.args
-        found = self.rows
+        found = np.full_like(self.rows, -1)  # than which all rows are greater
         if first_rank:
             mined = mine_hard_negatives(
                 self.data,
@@ -77,7 +77,8 @@ class NegativeRefresh:
                 show_progress=False,
             )
             found = mined.rows.astype(np.int32)
-        self.rows, self.at = from_first_rank(torch.from_numpy(found.copy())).numpy(), update
+        self.rows = over_ranks("MAX", torch.from_numpy(found).to(args.device)).cpu().numpy()
+        self.at = update
         return {"mined_at": update, "mining_seconds": time.perf_counter() - started}
 
     def renew(
