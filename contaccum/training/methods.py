@@ -84,8 +84,7 @@ def take_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, col
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
     """Refuse data that has no positives, or nothing that could be a negative; raises `ConfigError` naming the set."""
     loss = innermost(loss)
-    in_batch = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    in_batch |= isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
+    in_batch = isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
     alone = args.per_device_train_batch_size == 1 and not (args.gathers or args.finds_micro_batch)
     for name, names in columns.items():
         of = "the training data" if name is None else f"training set {name!r}"
@@ -109,8 +108,7 @@ def settle_parameters(args: ContAccumTrainingArguments, model: SentenceTransform
     """
     loss = innermost(loss)
     cached = uses_gradient_cache(loss)
-    ours = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss))
-    known = ours or isinstance(loss, CachedMultipleNegativesRankingLoss)
+    known = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
     if known:
         freeze_unused(model)
     if not cached and (known or not is_tied(model)):
