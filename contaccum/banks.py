@@ -5,7 +5,7 @@ They are made by the first micro-batch, or by a state that holds some. What come
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Banks(nn.Module):
         self.temperature, self.directions, self.penalties = temperature, directions, penalties
         self.log_scale: nn.Parameter | None = None
         self.bank: MemoryBank | None = None
-        self.other_banks = nn.ModuleDict()
+        self.other_banks: Any = nn.ModuleDict()
         self.passage_mean: RunningMean | None = None
         self.query_mean: RunningMean | None = None
         self.probe: DriftProbe | None = None
@@ -44,8 +44,7 @@ class Banks(nn.Module):
     @property
     def banks(self) -> dict[str, MemoryBank]:
         """The bank of each direction, by its name; that of ``query_to_doc`` is ``bank``."""
-        others = {name: cast(MemoryBank, bank) for name, bank in self.other_banks.items()}
-        return {} if self.bank is None else {"query_to_doc": self.bank, **others}
+        return {} if self.bank is None else {"query_to_doc": self.bank, **self.other_banks}
 
     @property
     def origins(self) -> list[Tensor | None]:

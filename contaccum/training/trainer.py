@@ -193,8 +193,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         try:
             with self.signals:
                 return super().train(self._checkpoint, trial, ignore_keys_for_eval)
-        except UserError:
-            raise
         except Exception as error:
             if checkpoint.is_no_room(error):
                 raise UserError(f"{args.output_dir}: no room on the disk: make some, and resume from `last`") from error
