@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from contaccum.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from contaccum.encoders import DualEncoder as DualEncoder
     from contaccum.info_nce import BankedInfoNCE as BankedInfoNCE
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
     from contaccum.memory_bank import MemoryBank as MemoryBank
     from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
     from contaccum.training.trainer import ContAccumTrainer as ContAccumTrainer
+
+__version__ = "0.1.0"
 
 _HOMES = {
     "MemoryBank": "contaccum.memory_bank",

@@ -72,7 +72,7 @@ def add_adapter(
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """As :func:`add_adapter`, of any of peft's configs; raises what peft raises."""
+    """As `add_adapter`, of any of peft's configs; raises what peft raises."""
     from peft.functional import cast_adapter_dtype
 
     for backbone in backbones(model):

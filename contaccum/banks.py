@@ -5,7 +5,7 @@ They are made by the first micro-batch, or by a state that holds some. What come
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from contaccum.memory_bank import MemoryBank
 
 
 class Banks(nn.Module):
-    """What :class:`BankedInfoNCE` remembers; settings are as there, ``penalties`` that the hardness has any."""
+    """What `BankedInfoNCE` remembers; settings are as there, ``penalties`` that the hardness has any."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Banks(nn.Module):
         self.temperature, self.directions, self.penalties = temperature, directions, penalties
         self.log_scale: nn.Parameter | None = None
         self.bank: MemoryBank | None = None
-        self.other_banks = nn.ModuleDict()
+        self.other_banks: Any = nn.ModuleDict()
         self.passage_mean: RunningMean | None = None
         self.query_mean: RunningMean | None = None
         self.probe: DriftProbe | None = None
@@ -44,8 +44,7 @@ class Banks(nn.Module):
     @property
     def banks(self) -> dict[str, MemoryBank]:
         """The bank of each direction, by its name; that of ``query_to_doc`` is ``bank``."""
-        others = {name: cast(MemoryBank, bank) for name, bank in self.other_banks.items()}
-        return {} if self.bank is None else {"query_to_doc": self.bank, **others}
+        return {} if self.bank is None else {"query_to_doc": self.bank, **self.other_banks}
 
     @property
     def origins(self) -> list[Tensor | None]:
@@ -83,27 +82,15 @@ class Banks(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The bank is made by the first call; a state that holds one makes it here instead.
         state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        if "bank.passages" in state:
-            raise ConfigError("this state is of contaccum 0.1, whose bank had no blocks: go on from the weights alone")
-        if ("log_scale" in state) != (self.log_scale is not None):
-            raise ConfigError("this state is of another learn_temperature")
         if "bank.columns" in state:
-            columns = state["bank.columns"]
-            there = {key.split(".")[1] for key in state if key.startswith("other_banks.")}
-            same = (
-                int(state["bank._extra_state"][0]) == self.bank_size
-                and (len(state["bank.queries"]) > 0) == (self.query_bank_size != 0)
-                and ("passage_mean.mean" in state) == (self.drift_compensation in MOVES_ENTRIES)
-                and there == {*self.directions} - {"query_to_doc"}
-                and ("bank.own_sum" in state) == self.penalties
-            )
-            if not same:
-                settings = "bank_size, query_bank_size, drift_compensation, directions or hardness_mode"
-                raise ConfigError(f"this state is of another {settings}")
-            device = columns.device if self.bank is None else self.bank.absent.device
-            score_dtype, guide = state["bank.positive"].dtype, state.get("bank.guide.columns")
-            self._make(columns.shape[2], columns.dtype, score_dtype, device)
+            columns, guide = state["bank.columns"], state.get("bank.guide.columns")
+            device, probe = columns.device, state.get("probe.embeddings")  # the first call moves them to the model's
+            self._make(columns.shape[2], columns.dtype, state["bank.positive"].dtype, device)
             self._fit(columns.shape[2], columns.shape[1] - 1, None if guide is None else guide.shape[2])
-            probe = state.get("probe.embeddings")
             self.probe = None if probe is None else DriftProbe(probe.shape[2:], self.bank_size, probe.dtype, device)
+            own = {name: x.shape for name, x in (*self.named_parameters(), *self.named_buffers())}
+            same = own == {name: x.shape for name, x in state.items() if not name.endswith("_extra_state")}
+            if not same or int(state["bank._extra_state"][0]) != self.bank_size:
+                settings = "bank_size, query_bank_size, drift_compensation, directions, hardness_mode"
+                raise ConfigError(f"this state is of another {settings} or learn_temperature")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

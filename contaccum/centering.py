@@ -12,17 +12,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-CENTERINGS = ("auto", "both", "passages", "queries", "none")
+from contaccum.errors import check_choice
+
+_TOWERS = {"both": (0, 1), "passages": (1,), "queries": (0,), "none": ()}
 
 
 class GradientCentering:
-    """What each tower's gradients of the update under way sum to, as corrected.
+    """Takes the mean out of a tower's gradients; holds what those of the update under way sum to, as corrected.
 
     Args:
+        setting: ``center_gradients`` of `BankedInfoNCE`.
         pairs_per_update: pairs of all micro-batches of an update; None: every micro-batch is centred by itself.
     """
 
-    def __init__(self, pairs_per_update: int | None = None) -> None:
+    def __init__(self, setting: str, pairs_per_update: int | None) -> None:
+        check_choice("center_gradients", setting, ("auto", *_TOWERS))
+        self.setting = setting
         self.begin_update(pairs_per_update)
 
     def begin_update(self, pairs: int | None) -> None:
@@ -30,8 +35,8 @@ class GradientCentering:
         self.pairs, self._to_come = pairs, pairs or 0
         self._left_over: dict[int, Tensor] = {}
 
-    def __call__(self, gradients: Sequence[Tensor], towers: Sequence[bool]) -> list[Tensor]:
-        """Those of a micro-batch, (n, ..., d) for each tower, corrected for the ``towers`` that are asked for.
+    def __call__(self, gradients: Sequence[Tensor], aged: bool) -> list[Tensor]:
+        """Those of a micro-batch's queries and columns, (n, ..., d) each; ``aged``: beside entries of an older encoder.
 
         With its last pair, the gradients of an update have summed to zero. One that is the only one stays as it is.
         """
@@ -39,20 +44,14 @@ class GradientCentering:
         if self._to_come < n:  # the next update begins, or nothing is known of any
             self.begin_update(self.pairs)
             self._to_come = max(self._to_come, n)
-        taken = n / max(self._to_come, 1)  # of what is left over; the update's last micro-batch takes all
+        taken = n / self._to_come  # of what is left over; the update's last micro-batch takes all
         centred = list(gradients)
-        for tower in (i for i, asked in enumerate(towers) if asked):
+        for tower in _TOWERS.get(self.setting, (1,) if aged else ()):
             rows = gradients[tower].flatten(0, -2)
             if len(rows) == self._to_come == 1 and tower not in self._left_over:
                 continue  # it would take itself out
             left_over = rows.sum(0) + self._left_over.get(tower, 0)
-            centred[tower] = gradients[tower] - left_over * (taken / max(len(rows), 1))
+            centred[tower] = gradients[tower] - left_over * (taken / len(rows))
             self._left_over[tower] = left_over * (1 - taken)
         self._to_come -= n
         return centred
-
-
-def towers_to_center(setting: str, aged: bool) -> tuple[bool, bool]:
-    """Whether the gradients of queries and of passages are centred; ``aged``: with entries of an older encoder."""
-    passages = setting in ("both", "passages") or (setting == "auto" and aged)
-    return setting in ("both", "queries"), passages

@@ -1,11 +1,13 @@
 """Directions: whose similarities a loss is made of, beside those of queries with documents, as in its models.
 
 Each has rows of one tower and columns of one, and a bank of its own, so that its log-sums are as exact as those of
-``query_to_doc``. Here they are put together: in one softmax, or as the mean of several losses. It owns no bank.
+``query_to_doc``. Here they are put together: in one softmax, or as the mean of several losses; and what a micro-step
+tells about itself, in tensors that nobody has to read. It owns no bank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,12 +20,11 @@ from contaccum.pairs import Guided, Pairs, PositivesTable, Scores
 
 DIRECTIONS = {"query_to_doc": (0, 1), "query_to_query": (0, 0), "doc_to_query": (1, 0), "doc_to_doc": (1, 1)}
 """The towers that rows and columns are of: 0, queries; 1, passages, and as columns their hard negatives too."""
-PARTITION_MODES = ("joint", "per_direction")
 
 
 def in_order(directions: Sequence[str], partition_mode: str) -> tuple[str, ...]:
     """The directions, ``query_to_doc`` first; raises `ConfigError` for what makes no loss."""
-    check_choice("partition_mode", partition_mode, PARTITION_MODES)
+    check_choice("partition_mode", partition_mode, ("joint", "per_direction"))
     directions = (directions,) if isinstance(directions, str) else tuple(directions)
     for name in directions:
         check_choice("directions", name, tuple(DIRECTIONS))
@@ -148,3 +149,37 @@ def together(found: Sequence[Direction], partition_mode: str) -> tuple[Tensor, T
             losses = [x.log_sums[i] - x.positives[i] for x in found]
             sums.append(torch.stack(losses).mean(0) + base.positives[i])
     return sums[0], sums[1]
+
+
+def facts(found: Sequence[Direction], bank: MemoryBank | None, passages: Tensor) -> dict[str, Tensor | int]:
+    """For logs: of rows, columns and local ``passages`` (n, d); ``masked`` is that of ``query_to_doc``, the first."""
+    n = len(passages)
+    in_use = passages.new_zeros(0, dtype=torch.bool) if bank is None else bank.absent[: bank.span].flatten() == 0
+    spread = passages.var(0, correction=0).sum() / passages.square().sum() * n
+    width = sum(x.pairs.columns.shape[1] for x in found)
+    banked_width = sum(x.scores.of_columns.shape[1] for x in found) // max(0 if bank is None else bank.span, 1)
+    return {
+        "columns": n * width + (0 if bank is None else bank.in_use * banked_width),
+        "masked": found[0].scores.masked(in_use),
+        "bank_rows": bank.in_use if bank is not None and len(bank.queries) else 0,
+        "embedding_spread": spread if n > 1 else spread * math.nan,
+    }
+
+
+@torch.no_grad()
+def masses(base: Direction, log_sum: Tensor, bank: MemoryBank, weights: Tensor) -> dict[str, Tensor]:
+    """For logs: where the local rows' softmax lies, of which ``weights`` (m (1 + h),) are on the bank's columns.
+
+    Fresh columns are the in-batch negatives and entries of the same update; the positives do not count.
+    """
+    n, oldest_first = len(log_sum), torch.arange(bank.first, bank.pairs, device=weights.device)
+    on_passages = weights.view(bank.span, -1)[oldest_first % bank.slots, 0]
+    aged, fresh = on_passages[: bank.aged].sum(), on_passages[bank.aged :].sum()
+    local = (base.scores.own[:, :, 0] - log_sum[:, None]).exp()
+    in_batch = local.sum() - local.diagonal().sum()
+    of_fresh = (in_batch + fresh) / (n - 1 + bank.in_use - bank.aged)
+    return {
+        "bank_mass": (aged + fresh) / n,
+        "bank_mass_aged": aged / bank.aged / of_fresh,
+        "in_batch_mass": in_batch / n,
+    }

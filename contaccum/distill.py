@@ -7,6 +7,7 @@ come with the data set (docs/data.md); nothing here knows a bank.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from contaccum.errors import ConfigError, check_choice
-
-DISTILLATIONS = ("margin_mse", "kl")
 
 
 def split_labels(labels: Tensor | None, columns: int) -> tuple[Tensor | None, Tensor | None]:
@@ -52,7 +51,8 @@ class Distillation:
     def __init__(
         self, kind: str, weight: float = 1.0, temperature: float = 1.0, similarity: str = "dot", scale: float = 1.0
     ) -> None:
-        check_choice("distill", kind, DISTILLATIONS)
+        kinds: Any = {"margin_mse": MarginMSELoss, "kl": partial(DistillKLDivLoss, temperature=temperature)}
+        check_choice("distill", kind, kinds)
         for name, value in (("distill_weight", weight), ("distill_temperature", temperature)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a positive number, got {value!r}")
@@ -60,17 +60,14 @@ class Distillation:
             raise ConfigError(f"distill_temperature={temperature} with distill={kind}: it is for kl. Drop it")
         self.kind, self.weight, self.temperature = kind, weight, temperature
         self.similarity, self.scale = similarity, scale
-        no_model: Any = None  # embeddings are given
-        self._loss = (
-            MarginMSELoss(no_model) if kind == "margin_mse" else DistillKLDivLoss(no_model, temperature=temperature)
-        )
+        self._loss = kinds[kind](None)  # no model, as embeddings are given
         self.last: Tensor | None = None  # the term of the last call, before its weight
 
     def __call__(self, embeddings: list[Tensor], labels: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """The weighted term of a micro-batch: queries, positives and hard negatives, (n, d) each, and its labels.
 
         ``scale`` is that of now, where it is learned.
-        Raises `ConfigError` where there are no hard negatives, or no scores in ``labels``; see :func:`split_labels`.
+        Raises `ConfigError` where there are no hard negatives, or no scores in ``labels``; see `split_labels`.
         """
         if len(embeddings) < 3:
             raise ConfigError(f"distill={self.kind} needs hard negatives: add columns of them, or drop distill")

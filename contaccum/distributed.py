@@ -35,15 +35,6 @@ def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
     return value
 
 
-def from_first_rank(value: Tensor) -> Tensor:
-    """Rank 0's ``value`` on every rank, on the CPU; it has the same shape and dtype everywhere."""
-    if world_size() > 1:
-        on_gpu = dist.get_backend() == "nccl"
-        value = value.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-        dist.broadcast(value, 0)
-    return value.cpu()
-
-
 def gather_batch(embeddings: list[Tensor], ids: Ids) -> tuple[list[Tensor], Ids, slice]:
     """Concatenate every rank's micro-batch in rank order; micro-batches may differ in length, and be empty.
 

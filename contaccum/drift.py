@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from contaccum.memory_bank import PAIRS_PER_ORIGIN
 
-DRIFT_COMPENSATIONS = ("auto", "mean", "fresh", "none")
 MOVES_ENTRIES = ("auto", "mean")  # these follow the encoder; the others need no measurement of it
 HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean has fallen to 1/e
 RESIDUAL_BOUND = 0.08  # of an entry's drift without the mean shift, in units of its tower's spread: beyond, it retires
@@ -40,7 +39,7 @@ class RunningMean(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
 
     def after(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; :meth:`set` takes it.
+        """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; `set` takes it.
 
         A micro-batch whose mean lies further off than sampling explains is a jump of the encoder, and the running
         mean goes there at once: entries stored while it still lags would be shifted too far later on. A micro-batch of
@@ -111,7 +110,7 @@ class DriftProbe(nn.Module):
 
     def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
         """Pairs of training after which an entry has drifted further than ``bound``, infinite when none has, by the
-        :meth:`residuals` (probes - 1,) of one tower, interpolated."""
+        `residuals` (probes - 1,) of one tower, interpolated."""
         before, less = 0.0, 0.0
         for pairs, residual in zip(self.pairs[-2::-1], reversed(residuals.tolist()), strict=True):
             age = self.pairs[-1] - pairs

@@ -32,8 +32,6 @@ from contaccum.data.records import passage_text
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, read_json
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class DualEncoder(SentenceTransformer):
     """A SentenceTransformer for retrieval: ``encode_query`` / ``encode_document``, and one tower for each.
@@ -92,9 +90,9 @@ class DualEncoder(SentenceTransformer):
                 backbone cannot take.
         """
         check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
-        check_choice("dtype", dtype, DTYPES)
+        check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
         check_choice("similarity", similarity, (None, "dot", "cos"))
-        settings = {"dtype": DTYPES[dtype], **(model_kwargs or {})}
+        settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
         transformer = _load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
             raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from contaccum import __version__
 from contaccum.errors import DataError, UserError
-from contaccum.version import __version__
 
 AnyPath = str | os.PathLike[str]
 
@@ -48,7 +48,7 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """A hidden folder beside ``path`` to fill; it takes the place of what is there when the block ends well.
 
-    Errors are those of :func:`atomic_file`. What a process that was killed left over is removed first.
+    Errors are those of `atomic_file`. What a process that was killed left over is removed first.
     """
     path = Path(path)
     part, old = path.with_name(f".writing-{path.name}"), path.with_name(f".replaced-{path.name}")
@@ -145,7 +145,7 @@ class Fingerprint:
 
 
 def fingerprint(*values: Any) -> str:
-    """The :class:`Fingerprint` of some values."""
+    """The `Fingerprint` of some values."""
     return Fingerprint(*values).hex()
 
 

@@ -38,7 +38,14 @@ class TowerGradNorms:
 
         A gradient scaler's ``scale`` is divided out. Reads the device.
         """
-        norms = self._weight_norms() if self._hook is None else self._embedding_norms()
+        if self._hook is None:
+            gradients = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
+            norms = {name: nn.utils.get_total_norm(given) for name, given in gradients.items() if given}
+        else:
+            # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
+            squares = sorted(self._squares.items(), reverse=True)  # in one order on all ranks
+            norms = {name: over_ranks("SUM", square).sqrt() / world_size() for name, square in squares}
+            self._squares = {}
         values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
         if len(values) == 2 and values["grad_norm_query"]:
             values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
@@ -60,13 +67,3 @@ class TowerGradNorms:
             self._squares[name] = gradient.detach().float().square().sum() + self._squares.get(name, 0)
 
         embeddings.register_hook(add)
-
-    def _embedding_norms(self) -> dict[str, Tensor]:
-        # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
-        squares = sorted(self._squares.items(), reverse=True)  # in one order on all ranks
-        self._squares = {}
-        return {name: over_ranks("SUM", square).sqrt() / world_size() for name, square in squares}
-
-    def _weight_norms(self) -> dict[str, Tensor]:
-        gradients = {name: [p.grad for p in every if p.grad is not None] for name, every in self._parameters.items()}
-        return {name: nn.utils.get_total_norm(given) for name, given in gradients.items() if given}

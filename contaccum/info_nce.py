@@ -18,16 +18,14 @@ from torch.nn.functional import normalize
 
 from contaccum.autograd import HandOver
 from contaccum.banks import Banks
-from contaccum.centering import CENTERINGS, GradientCentering, towers_to_center
-from contaccum.diagnostics import facts, masses
-from contaccum.directions import DIRECTIONS, Direction, in_order, meet, together
-from contaccum.distributed import from_first_rank, gather_batch, over_ranks, world_size
-from contaccum.drift import DRIFT_COMPENSATIONS, RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, RunningMean
+from contaccum.centering import GradientCentering
+from contaccum.directions import DIRECTIONS, Direction, facts, in_order, masses, meet, together
+from contaccum.distributed import gather_batch, over_ranks, world_size
+from contaccum.drift import RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
-from contaccum.hardness import HARDNESS_MODES, Hardness
 from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
 from contaccum.optimizer_steps import StepWatch
-from contaccum.pairs import Guided, Ids, Pairs, PositivesTable, check_embeddings
+from contaccum.pairs import Guided, Hardness, Ids, Pairs, PositivesTable, check_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -138,19 +136,18 @@ class BankedInfoNCE(Banks):
         if false_negative_margin is not None and not false_negative_margin >= 0:
             raise ConfigError(f"false_negative_margin must be at least 0, got {false_negative_margin!r}")
         check_choice("guide_margin_strategy", guide_margin_strategy, ("absolute", "relative"))
-        if hardness_mode is not None:
-            check_choice("hardness_mode", hardness_mode, HARDNESS_MODES)
+        hard = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+        check_choice("hardness_mode", hardness_mode, hard)
         if not 0 <= hardness_strength < math.inf or (hardness_mode is not None and hardness_strength == 0):
             raise ConfigError(f"hardness_strength must be above 0 with a hardness_mode, got {hardness_strength!r}")
         check_choice("similarity", similarity, ("dot", "cos"))
         check_choice("normalize_by", normalize_by, ("local", "all"))
-        check_choice("drift_compensation", drift_compensation, DRIFT_COMPENSATIONS)
-        check_choice("center_gradients", center_gradients, CENTERINGS)
+        check_choice("drift_compensation", drift_compensation, ("auto", "mean", "fresh", "none"))
         kept = bank_size, query_bank_size, bank_dtype, bank_hard_negatives, drift_compensation, temperature
         super().__init__(*kept, in_order(directions, partition_mode), penalties=hardness_mode is not None)
         self.similarity, self.normalize_by, self.mask_duplicates = similarity, normalize_by, mask_duplicates
         self.gather_across_devices, self.center_gradients = gather_across_devices, center_gradients
-        self.centering, self.bank_weight = GradientCentering(pairs_per_update), bank_weight
+        self.centering, self.bank_weight = GradientCentering(center_gradients, pairs_per_update), bank_weight
         self.false_negative_margin = false_negative_margin
         self.guide_margin, self.guide_margin_strategy = guide_margin, guide_margin_strategy
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
@@ -205,8 +202,7 @@ class BankedInfoNCE(Banks):
         with torch.autocast(queries.device.type, enabled=False):
             relative = self.guide_margin_strategy == "relative"
             seen = Guided.of([x.to(dtype) for x in guided], self.guide_margin, relative) if guided else None
-            log_scale = self._log_scale_now(learns)
-            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, log_scale, enqueues)
+            step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, enqueues)
             gradients = self._gradients(step) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
@@ -228,24 +224,26 @@ class BankedInfoNCE(Banks):
 
     # The stages of a micro-step --------------------------------------------------------------------------------------
 
-    def _losses(
-        self, leaves: list[Tensor], ids: Ids, guide: Guided | None, log_scale: Tensor | None, observe: bool
-    ) -> _MicroStep:
+    def _losses(self, leaves: list[Tensor], ids: Ids, guide: Guided | None, observe: bool) -> _MicroStep:
         """Scores and row losses of queries (n, d), passages (n, d) and, if any, negatives (n, h, d)."""
         units = [normalize(x, dim=-1) for x in leaves] if self.similarity == "cos" else leaves
         queries, columns = units[0], torch.cat([units[1][:, None], *units[2:]], dim=1)
         size = 0 if guide is None else guide.columns.shape[2]
         bank = self.prepare(columns.shape[2], columns.shape[1] - 1, columns, size)
         means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
-        now: list[Tensor | None] = [None, None]
-        if self.passage_mean is not None and self.query_mean is not None:
-            if observe and self.probe is None:
-                towers = ((self.query_mean, queries), (self.passage_mean, units[1]))
-                means = [(mean, mean.after(x.detach())) for mean, x in towers]
-            # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of
-            # its tower then, so a new one is what it is beside that of now.
-            now = [state[0] for _, state in means] or [self.query_mean.mean, self.passage_mean.mean]
-        temperature = self.temperature if log_scale is None else (-log_scale).exp()
+        if observe and self.probe is None:
+            towers = ((self.query_mean, queries), (self.passage_mean, units[1]))
+            means = [(mean, mean.after(x.detach())) for mean, x in towers if mean is not None]
+        # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of its
+        # tower then, so a new one is what it is beside that of now.
+        now = [state[0] for _, state in means] or self.origins
+        temperature: float | Tensor = self.temperature
+        log_scale = None
+        if self.log_scale is not None:
+            if self.training:
+                self.log_scale.data.clamp_(max=math.log(MOST_SCALE))  # else it may run away
+            log_scale = self.log_scale.detach().requires_grad_(leaves[0].requires_grad)
+            temperature = (-log_scale).exp()
         still = temperature.detach() if isinstance(temperature, Tensor) else temperature
         whole = Pairs.of(queries, columns, ids if self.mask_duplicates else Ids())._replace(
             temperature=temperature,
@@ -271,15 +269,6 @@ class BankedInfoNCE(Banks):
         }
         return _MicroStep(leaves, log_scale, [queries, columns], found, log_sums[0], share, loss, means)
 
-    def _log_scale_now(self, learns: bool) -> Tensor | None:
-        """That of the scores, to take a gradient of; CLIP's bound keeps it from running away."""
-        if self.log_scale is None:
-            return None
-        if self.training:
-            with torch.no_grad():
-                self.log_scale.clamp_(max=math.log(MOST_SCALE))
-        return self.log_scale.detach().requires_grad_(learns)
-
     def _gradients(self, step: _MicroStep) -> list[Tensor]:
         """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
         bank, base = self.bank, step.found[0]
@@ -289,7 +278,7 @@ class BankedInfoNCE(Banks):
         if bank is not None:
             self.last |= masses(base, step.log_sum, bank, others.pop().sum(0) * step.share)
         aged = bank is not None and self.drift_compensation == "auto" and bank.aged > 0
-        found = self.centering([queries, columns], towers_to_center(self.center_gradients, aged))
+        found = self.centering([queries, columns], aged)
         return [*torch.autograd.grad(step.middle, step.leaves, found), *others]
 
     @torch.no_grad()
@@ -362,17 +351,16 @@ class BankedInfoNCE(Banks):
         if self.probe is None:
             self.probe = DriftProbe(fresh[0].shape, self.bank_size, fresh[0].dtype, fresh[0].device)
         shift = self.probe.observe(fresh[0], fresh[1], bank.updates, bank.pairs)
-        if self.passage_mean is not None and self.query_mean is not None:
-            self.query_mean.mean += shift[0]
-            self.passage_mean.mean += shift[1]
+        for mean, moved in zip((self.query_mean, self.passage_mean), shift, strict=True):
+            if mean is not None:
+                mean.mean += moved
         if self.drift_compensation == "auto":
             weighs, towers = self.bank_weight == "auto", {DIRECTIONS[name][1] for name in self.directions}
             residuals = self.probe.residuals()[:, sorted(towers)].amax(1)
-            limit = int(
-                min(self.probe.age_limit(residuals, WEIGHED_BOUND if weighs else RESIDUAL_BOUND), self.bank_size)
-            )
+            bound = WEIGHED_BOUND if weighs else RESIDUAL_BOUND
+            limit = int(min(self.probe.age_limit(residuals, bound), self.bank_size))
             # The same on all ranks already, unless their devices round differently.
-            limit = int(from_first_rank(torch.tensor(limit))) if self._shared else limit
+            limit = int(over_ranks("MIN", torch.tensor(limit, device=fresh[0].device))) if self._shared else limit
             for one in self.banks.values():
                 one.limit = limit
                 one.encoder_moved()

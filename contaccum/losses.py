@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -110,16 +110,14 @@ class ContAccumLoss(nn.Module):
         given.apply_defaults()
         self.settings: dict[str, Any] = given.arguments
         BankedInfoNCE(**self.settings)  # refuses bad settings now rather than in the first step
-        self.distillation: Distillation | None = None
-        if distill is not None:
-            similarity = self.settings["similarity"]
-            self.distillation = Distillation(distill, distill_weight, distill_temperature, similarity, scale)
+        about = distill_weight, distill_temperature, self.settings["similarity"], scale
+        self.distillation = None if distill is None else Distillation(distill, *about)
         self._without_bank = BankedInfoNCE(**{**self.settings, "bank_size": 0, "query_bank_size": None})
         self.log_scale = self._without_bank.log_scale  # one for all sizes, in training and evaluation
         self.guide = None if guide is None else Guide(model, guide)
         self._guided: list[Tensor] | None = None  # its embeddings of the present micro-batch
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several, and a bank belongs to one.
-        self.info_nces = nn.ModuleDict({})
+        self.info_nces: Any = nn.ModuleDict()
         self._positives: PositivesTable | None = None
         self._probe: TextProbe | None = None
         self._probed_at = 0  # pairs that the bank had seen
@@ -186,7 +184,7 @@ class ContAccumLoss(nn.Module):
         Needed only where updates differ in that: ``pairs_per_update`` says it once and for all.
         """
         self._pairs_in_update = pairs
-        for loss_fn in self._every():
+        for loss_fn in self.info_nces.values():
             loss_fn.begin_update(pairs)
 
     def know_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
@@ -195,7 +193,7 @@ class ContAccumLoss(nn.Module):
         They are those that ``labels`` will hold; see `forward`. Like the model, they are no part of the state.
         """
         self._positives = PositivesTable(query_ids, passage_ids)
-        for loss_fn in (self._without_bank, *self._every()):
+        for loss_fn in (self._without_bank, *self.info_nces.values()):
             loss_fn.positives = self._positives
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
@@ -266,7 +264,7 @@ class ContAccumLoss(nn.Module):
     @property
     def _has_stepped(self) -> bool:
         """Whether an optimizer has moved the model since the last micro-step."""
-        return self._stepped or any(loss_fn.steps.stepped for loss_fn in self._every())
+        return self._stepped or any(loss_fn.steps.stepped for loss_fn in self.info_nces.values())
 
     def _look_at(self, features: list[dict[str, Any]], labels: Tensor | None) -> list[Tensor | None]:
         """What a micro-batch tells before it is encoded: the ids of its texts; and the probe, if one is due."""
@@ -305,7 +303,7 @@ class ContAccumLoss(nn.Module):
         if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
             self._probed_at, self._embedded_probe = pairs, (self._probe.encode(self.model, features), shrinks)
             for size, loss_fn in self.info_nces.items():
-                self._observe(int(size), cast(BankedInfoNCE, loss_fn))
+                self._observe(int(size), loss_fn)
 
     def _observe(self, size: int, loss_fn: BankedInfoNCE) -> None:
         """Tell a bank of embeddings of that size what the probe's are."""
@@ -338,9 +336,6 @@ class ContAccumLoss(nn.Module):
         """Whether all ranks hold one and the same bank."""
         return self.settings["gather_across_devices"] and world_size() > 1
 
-    def _every(self) -> list[BankedInfoNCE]:
-        return [cast(BankedInfoNCE, loss_fn) for loss_fn in self.info_nces.values()]
-
     def _of_size(self, size: int) -> BankedInfoNCE:
         if str(size) not in self.info_nces:
             self.info_nces[str(size)] = loss_fn = BankedInfoNCE(**self.settings)
@@ -348,7 +343,7 @@ class ContAccumLoss(nn.Module):
             if self._pairs_in_update is not None:
                 loss_fn.begin_update(self._pairs_in_update)
             self._observe(size, loss_fn)
-        return cast(BankedInfoNCE, self.info_nces[str(size)])
+        return self.info_nces[str(size)]
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):

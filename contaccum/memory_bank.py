@@ -271,7 +271,8 @@ class MemoryBank(nn.Module):
         own_sum = None
         if pairs.hardness is not None:
             off = pairs.hardness.off_own(pairs.of_mean(pairs.queries / pairs.temperature))
-            own_sum = torch.where(finite, self._sum_own(scores) - off, self.low)
+            own = scores.own.diagonal(dim1=0, dim2=1)[1 : self.columns.shape[1]]  # those that there is room for
+            own_sum = torch.where(finite, own.logsumexp(0).clamp_min(self.low) - off, self.low)
         width = min(pairs.columns.shape[1], self.columns.shape[1])
         columns, queries, positive = (
             torch.where(finite, x, 0) for x in (pairs.columns, pairs.queries, scores.positive)
@@ -317,11 +318,6 @@ class MemoryBank(nn.Module):
                 torch.logaddexp(stored, more, out=stored)
         return torch.where(finite, sums, self.low)
 
-    def _sum_own(self, scores: Scores) -> Tensor:
-        """(n,): sums of the new rows over those of their own hard negatives that there is room for."""
-        own = scores.own.diagonal(dim1=0, dim2=1)[1 : self.columns.shape[1]]
-        return own.logsumexp(0).clamp_min(self.low)
-
     def _runs(self, first: int, end: int) -> Iterator[tuple[slice, slice, slice]]:
         """Blocks, slots and rows of the micro-batch of pairs ``first`` to ``end``: whole blocks in a row, or in one."""
         while first < end:
@@ -338,7 +334,7 @@ class MemoryBank(nn.Module):
         """Leave the blocks before pair ``first`` out of rows and columns; returns where in the ring they are."""
         if first == self.first:
             return []
-        forgotten = _ring(self.first // self.block, -(-min(first, self.pairs) // self.block), len(self.log_sums))
+        forgotten = [blocks for blocks, *_ in self._runs(self.first, min(first, self.pairs))]
         for blocks in forgotten:
             self.absent[blocks.start * self.block : blocks.stop * self.block] = self.low
             self.log_sums[blocks] = self.low
@@ -390,7 +386,7 @@ class MemoryBank(nn.Module):
 
 
 class _GuideRing(nn.Module):
-    """What a guide sees in the entries of a bank, in the same slots; as in :class:`Guided`."""
+    """What a guide sees in the entries of a bank, in the same slots; as in `Guided`."""
 
     queries: Tensor  # (m, g), or (0, g) without a query bank
     columns: Tensor  # (m, 1 + h, g)
@@ -415,13 +411,6 @@ class _GuideRing(nn.Module):
         self.columns[slots, :width] = local.columns[at, :width].to(self.columns)
         if len(self.queries):
             self.queries[slots], self.ceiling[slots] = local.queries[at].to(self.queries), local.ceiling[at]
-
-
-def _ring(begin: int, end: int, size: int) -> list[slice]:
-    """Where ``begin`` to ``end`` lie in a ring of that size, at most once round."""
-    begin = max(begin, end - size)
-    start, stop = begin % size, begin % size + end - begin
-    return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
 
 
 def check_bank_sizes(bank_size: int, query_bank_size: int | None, least: int = 0) -> None:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contaccum.hardness import Hardness
-
 NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
 
@@ -43,6 +41,52 @@ class Guided(NamedTuple):
         positive = (queries * passages).sum(1)
         ceiling = positive - margin * (positive.abs() if relative else 1.0)
         return cls(queries, torch.cat([passages[:, None], *negatives], dim=1), ceiling)
+
+
+class Hardness(NamedTuple):
+    """What penalties multiply scores by, over and above 1: strength times temperature, or 0.
+
+    As in sentence-transformers' MultipleNegativesRankingLoss: to the logit of a negative comes its similarity times a
+    strength, of which no gradient is taken. In all that is its score times 1 + strength * temperature, with the
+    gradient of the score alone.
+
+    Columns are relative to the mean of their tower, where entries move along with it. That lowers all scores of a row
+    by one number, its score with the mean, which no row loss sees; but penalties do. So a row is taken to be lower by
+    the penalty of that number too (`off`): nothing has to be added to the columns of other pairs, which are nearly
+    all, and the tables hold numbers that stay true while the mean moves.
+    """
+
+    own: float | Tensor  # those of a row with the hard negatives of its own pair
+    others: float | Tensor  # and with all columns of other pairs
+
+    @classmethod
+    def of(cls, mode: str | None, strength: float, temperature: float | Tensor) -> Hardness | None:
+        """That of a setting; None: no penalties."""
+        if mode is None:
+            return None
+        penalty = strength * temperature
+        return cls(penalty if mode != "in_batch_negatives" else 0.0, penalty if mode != "hard_negatives" else 0.0)
+
+    def penalised(self, x: Tensor) -> Tensor:
+        """Vectors or scores of other pairs' columns, times what they are to be; with their own gradient."""
+        return x + self.others * x.detach()
+
+    def off(self, of_mean: Tensor) -> Tensor:
+        """How much lower a row is taken to be, (k,), whose scores with the mean are ``of_mean`` (k,)."""
+        return self.others * of_mean.detach()
+
+    def off_own(self, of_mean: Tensor) -> Tensor:
+        """What a row's own hard negatives then still lack, (k,)."""
+        return (self.own - self.others) * of_mean.detach()
+
+    def of_local(self, scores: Tensor, of_mean: Tensor) -> Tensor:
+        """Those of a micro-batch with itself, (n, n (1 + h)), with the penalties."""
+        n = len(of_mean)
+        hard = self.penalised(scores).view(n, n, -1)
+        own, found = hard.diagonal(dim1=0, dim2=1), scores.detach().view(n, n, -1).diagonal(dim1=0, dim2=1)
+        own[0] -= self.others * found[0] + self.off(of_mean)
+        own[1:] += (self.own - self.others) * found[1:] + self.off_own(of_mean)
+        return hard.view(n, -1)
 
 
 class Pairs(NamedTuple):
@@ -106,7 +150,7 @@ class Pairs(NamedTuple):
 class Scores(NamedTuple):
     """Similarities over the temperature, masked ones vanishingly low; differentiable with respect to the pairs.
 
-    With a :class:`Hardness` they have its penalties, ``positive`` aside, and each row is lower by :meth:`Hardness.off`.
+    With a `Hardness` they have its penalties, ``positive`` aside, and each row is lower by its `off`.
     """
 
     own: Tensor  # (n, n, 1 + h) local queries against local columns

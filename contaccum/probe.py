@@ -78,7 +78,7 @@ class TextProbe:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
-        """What :meth:`state_dict` gave, on any number of ranks."""
+        """What `state_dict` gave, on any number of ranks."""
         parts: dict[int, list[dict[str, Tensor]]] = {}
         for name, x in state.items():
             part, column, key = name.split(".", 2)

@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from contaccum import __version__
 from contaccum.cli.options import completed
 from contaccum.errors import UserError, closest
 from contaccum.files import redact
-from contaccum.version import __version__
 
 COMMANDS = {
     "quickstart": "train a small encoder on SciFact and score it before and after",

@@ -6,11 +6,8 @@ n-th shard; they meet once, at the start.
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,8 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     if args.model is None:
         parser.error("name a MODEL to encode with")
+    import torch
+    from accelerate import PartialState
     from tqdm.auto import tqdm
 
     from contaccum.data import RecordReport
@@ -43,16 +42,16 @@ def run(argv: Sequence[str]) -> int:
     # What cannot be read or written is refused before a model is loaded.
     next(read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record)), None)
     check_folder(args.output)
-    state = _processes(args)
-    rank, ranks = (state.process_index, state.num_processes) if state else (0, 1)
+    # Unless it is told so, accelerate takes each process of a machine without an accelerator for the only one.
+    state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
+    rank, ranks, args.device = state.process_index, state.num_processes, args.device or str(state.device)
     model = load_model(args.model, args)
     check_bits(args.dtype, model.get_embedding_dimension())
     identity = encoding_identity(model, args.kind, args.precision, args.dtype, args.shard_size)
     notes = {"model_name": redact(args.model), "corpus": {"path": redact(str(args.corpus))}}
-    with state.main_process_first() if state else nullcontext():
+    with state.main_process_first():
         writer = StoreWriter(args.output, identity, notes, overwrite=args.overwrite and rank == 0)
-    if state:  # a rank may take hours longer than another, and no collective waits so long
-        state.destroy_process_group()
+    state.destroy_process_group()  # a rank may take hours longer than another, and no collective waits so long
 
     report, started, encoded = RecordReport(args.on_bad_record), time.perf_counter(), 0
     hidden = args.no_progress or rank > 0
@@ -69,16 +68,3 @@ def run(argv: Sequence[str]) -> int:
     end = f"written: {args.output} ({report.used:,} rows)" if finished else "other ranks are still at work"
     print(f"{encoded:,} encoded by rank {rank}, {encoded / (time.perf_counter() - started):,.0f} a second; {end}")
     return 0
-
-
-def _processes(args: argparse.Namespace) -> Any:
-    """The processes that encode together, None for one alone; sets the device of each."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return None
-    import torch
-    from accelerate import PartialState
-
-    # Unless it is told so, accelerate takes each process of a machine without an accelerator for the only one.
-    state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
-    args.device = args.device or str(state.device)
-    return state

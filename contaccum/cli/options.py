@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from contaccum.errors import ConfigError
-from contaccum.names import hint, in_our_names
+from contaccum.errors import ConfigError, hint, in_our_names
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """Has options of :data:`SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
+    """Has options of `SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
 
     def __init__(self, command: str, description: str, *shared: str, usage: str | None = None) -> None:
         form = partial(argparse.HelpFormatter, max_help_position=34)

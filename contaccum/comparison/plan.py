@@ -12,8 +12,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from contaccum.errors import ConfigError, check_choice
-from contaccum.names import our_name
+from contaccum.errors import ConfigError, check_choice, our_name
 from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, OF_A_BANK, ContAccumTrainingArguments
 from contaccum.training.config import as_options, parse
 from contaccum.training.options import METHODS, DataArguments, ModelArguments
@@ -89,7 +88,7 @@ def make_plan(
     """Work out the runs and check each one's arguments.
 
     Args:
-        options: as :func:`read_options` gives them.
+        options: as `read_options` gives them.
         variants: each ``[NAME, key=value, ...]``; one that names no method is contaccum.
         grid: ``key=value,value``.
         baseline: the entry that the others are compared with; None: grad_accum, or else the first.

@@ -118,7 +118,7 @@ def by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str,
 
 
 def _said(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Which settings of the loss some entries had and others had not, of :func:`loss_settings`, as a sentence."""
+    """Which settings of the loss some entries had and others had not, of `loss_settings`, as a sentence."""
     keys = next(iter(settings.values()))
     values = {key: {None if of[key] in _LACKED else of[key] for of in settings.values()} for key in keys}
     differing = [key for key in keys if len(values[key]) > 1]

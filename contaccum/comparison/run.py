@@ -22,6 +22,7 @@ import torch
 from transformers import set_seed
 from transformers.trainer_utils import IntervalStrategy
 
+from contaccum import __version__
 from contaccum.comparison.plan import Plan, as_tokens
 from contaccum.comparison.report import METRICS
 from contaccum.data import BeirDataset
@@ -35,7 +36,6 @@ from contaccum.training.arguments import name_of
 from contaccum.training.config import load_data, load_guide, load_mining_data_of, load_model, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.trainer import ContAccumTrainer
-from contaccum.version import __version__
 
 Job = dict[str, Any]
 
@@ -59,7 +59,7 @@ def _load_set(evaluation: Mapping[str, Any], given: str) -> BeirDataset:
 def make_jobs(plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[str, Any]], folder: Path) -> list[Job]:
     """A job for every run of the plan, seed by seed, each with a folder of its own below ``folder``.
 
-    ``evaluation`` and ``sets`` are what :func:`about_sets` takes and gives; a job's ``identity`` is all that decides
+    ``evaluation`` and ``sets`` are what `about_sets` takes and gives; a job's ``identity`` is all that decides
     its result. Raises `DataError` for training data that cannot be used.
     """
     scored = {f"eval_{key}": value for key, value in evaluation.items() if key not in ("data", "batch_size")}

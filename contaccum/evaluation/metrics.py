@@ -1,6 +1,6 @@
 """Retrieval metrics of a run, by pytrec_eval, and whether one system is better than another on the same queries.
 
-Unlike BEIR's functions, :func:`score_run` leaves the caller's run as it is, counts a judged query without results as
+Unlike BEIR's functions, `score_run` leaves the caller's run as it is, counts a judged query without results as
 zero for every metric, and orders tied scores as trec_eval does everywhere. Numbers in, numbers out: models, data sets
 and tables are elsewhere.
 """
@@ -73,12 +73,12 @@ def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def metric_names(k_values: Sequence[int]) -> list[str]:
-    """The names of all metrics that :func:`score_run` gives, in its order."""
+    """The names of all metrics that `score_run` gives, in its order."""
     return [f"{kind}@{k}" for kind in _KINDS for k in k_values]
 
 
 def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
-    """Metrics chosen by name, each once; None: those of :data:`MAIN_METRICS` that these cut-offs give.
+    """Metrics chosen by name, each once; None: those of `MAIN_METRICS` that these cut-offs give.
 
     Raises:
         ConfigError: a metric that these cut-offs do not give.

@@ -1,6 +1,6 @@
 """Open-domain QA as DPR and the ContAccum paper score it: in how many questions the top k passages hold an answer.
 
-:func:`score_open_qa` scores a run, of a model by `beir.search` or of any other system; :func:`answer_finder` is DPR's
+`score_open_qa` scores a run, of a model by `beir.search` or of any other system; `answer_finder` is DPR's
 match of an answer (Karpukhin et al., arXiv 2004.04906). Relevance judgements play no part (that is `beir`), and no
 answer is extracted.
 """
@@ -40,7 +40,7 @@ def score_open_qa(
     Args:
         run: {question id: {passage id: score}}, in trec_eval's order; a question without results counts as a miss.
         passages: those of the run at least. Titles are not searched: DPR seeks answers in the text alone.
-        match: see :func:`answer_finder`.
+        match: see `answer_finder`.
         about: what the result says of model, search, tokenisation, timing and precision.
 
     Raises:

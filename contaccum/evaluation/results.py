@@ -74,7 +74,7 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record that :func:`write_result` wrote, of this version or of one before.
+    """The record that `write_result` wrote, of this version or of one before.
 
     Raises:
         DataError: the file is missing, or is something else.

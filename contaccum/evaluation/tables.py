@@ -102,7 +102,7 @@ def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[st
 
 
 def compare(path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping[str, Scores]) -> dict[str, Any]:
-    """Each set of the earlier result ``theirs`` that lies at a path, by :func:`compare_queries`.
+    """Each set of the earlier result ``theirs`` that lies at a path, by `compare_queries`.
 
     Holm's correction is over the sets. Positive differences are in favour of ``ours``, {label: scores}.
     """
@@ -140,7 +140,7 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, A
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:
-    """What the terminal and the page show of :func:`compare`."""
+    """What the terminal and the page show of `compare`."""
     header = ["data", "ours", "earlier", "difference", "95% interval", "p", "p (Holm)", "wins", "ties", "losses"]
     cells, notes = [], []
     for row in comparison["rows"]:

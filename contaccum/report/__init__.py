@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from contaccum import __version__
 from contaccum.comparison.report import COST, METRICS, NOTES, table_rows, template
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import MAIN_METRICS, add_holm
@@ -27,7 +28,6 @@ from contaccum.evaluation.results import read_result, result_files
 from contaccum.evaluation.tables import compare_queries
 from contaccum.files import read_json, redact
 from contaccum.training.log import EVAL_LOG, RUN_RECORD, TRAIN_LOG, CollapseWatch, read_log
-from contaccum.version import __version__
 
 _HERE = Path(__file__).parent
 _REPORT = "report.json"

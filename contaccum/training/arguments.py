@@ -19,7 +19,6 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.data.samplers import RESUMING
 from contaccum.distill import Distillation
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
@@ -73,6 +72,8 @@ class ContAccumTrainingArguments(
         self.finds_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
         if self.finds_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found it
+        if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"  # as transformers has it for load_best_model_at_end
         for one in (*fields(MethodArguments), *fields(LossArguments), *fields(NegativesArguments)):
             if one.metadata.get("choices") and getattr(self, one.name) is not None:
                 check_choice(one.name, getattr(self, one.name), one.metadata["choices"])
@@ -107,8 +108,7 @@ class ContAccumTrainingArguments(
         }
 
     def _refuse(self) -> None:
-        method, auto, dims = self.method, self.finds_micro_batch, self.matryoshka_dims
-        refuse({f"matryoshka_dims={dims}: name sizes of at least 1": dims is not None and min(dims, default=0) < 1})
+        method, auto = self.method, self.finds_micro_batch
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "refresh_negatives_every"):
             value = getattr(self, name)
             refuse({f"{name} must be at least 1, got {value}": value is not None and value < 1})
@@ -224,11 +224,6 @@ class ContAccumTrainingArguments(
     def order_seed(self) -> int:
         """The seed of the order of data."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def own_batch_sampler(self) -> bool:
-        """Whether batches are made by ``group_by_label`` or by a sampler of the user's."""
-        return name_of(self.batch_sampler) not in RESUMING
 
     @property
     def gathers(self) -> bool:

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from transformers.trainer_utils import sort_checkpoints
 
+from contaccum import __version__
 from contaccum.errors import DataError, UserError
 from contaccum.files import read_json, write_json
 from contaccum.training.arguments import LOSS_SETTINGS, ContAccumTrainingArguments
-from contaccum.version import __version__
 
 logger = logging.getLogger(__name__)
 
 MARKER = "contaccum.json"
 BANK_FILE = "contaccum_bank.safetensors"
-_OLD_MARKER = "manifest.json"  # of version 0.1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 SAME = ("method", "optim", "seed", "data_seed", "batch_sampler", "multi_dataset_batch_sampler", *LOSS_SETTINGS)
@@ -48,9 +47,6 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
 
 def fault_of(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, in a phrase; None: every file is there, and as long as it was written."""
-    if (folder / _OLD_MARKER).is_file():
-        version = read_json(folder / _OLD_MARKER).get("contaccum", "an earlier version")
-        return f"it was written by contaccum {version}: train from its weights with --model {folder}"
     try:
         files = facts_of(folder)["files"]
     except (DataError, KeyError):
@@ -77,7 +73,7 @@ def refuse_code(folder: Path) -> None:
 
 
 def facts_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :func:`seal` was given of the run that wrote a checkpoint."""
+    """What `seal` was given of the run that wrote a checkpoint."""
     return read_json(Path(folder) / MARKER)
 
 

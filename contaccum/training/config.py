@@ -11,22 +11,23 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import yaml
+from sentence_transformers.sentence_transformer.modules import Router
+from sentence_transformers.util import is_sentence_transformer_model
 from transformers import HfArgumentParser
 
+from contaccum import adapters
 from contaccum.data import TrainingSets, load_training_sets
-from contaccum.errors import ConfigError
+from contaccum.encoders import DualEncoder, configure, is_tied, require_model, set_max_lengths
+from contaccum.errors import ConfigError, hint, in_our_names, our_name
+from contaccum.evaluation.beir import load_data as load_beir
+from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
-from contaccum.names import hint, in_our_names, our_name
+from contaccum.mining import MiningData, load_mining_data
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of, refuse, refuse_alone
 from contaccum.training.options import DataArguments, ModelArguments
-
-if TYPE_CHECKING:
-    from contaccum.encoders import DualEncoder
-    from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator
-    from contaccum.mining import MiningData
 
 
 class _Parser(HfArgumentParser):
@@ -74,7 +75,6 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
 
 def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingArguments) -> None:
     """Refuse whatever can be known to be wrong before anything is loaded, and settle what depends on data."""
-    _check_adapter(model, str(args.output_dir))
     _ = data.sets  # checks them, and what all have in common
     refreshes, strategy = args.refresh_negatives_every is not None, name_of(args.eval_strategy)
     lone = (data.eval_data is None) != (strategy == "no")
@@ -89,14 +89,9 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
         args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
-
-
-def _check_adapter(model: ModelArguments, output_dir: str) -> None:
-    from contaccum import adapters
-
     r, dropout = model.lora_r, model.lora_dropout
     refuse_alone(model, dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r"))
-    in_place = model.merge_adapter and Path(model.model).resolve() == Path(output_dir).resolve()
+    in_place = model.merge_adapter and Path(model.model).resolve() == Path(str(args.output_dir)).resolve()
     refuse({"merge_adapter with model as output_dir: checkpoints would lose their base. Name another": in_place})
     refuse({f"lora_dropout must be at least 0 and less than 1, got {dropout}": not 0 <= dropout < 1})
     if r is not None:
@@ -132,8 +127,7 @@ def as_options(name: str, known: Collection[str]) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    text = json.dumps(value) if isinstance(value, dict) else str(value)
-    return text.lower() if isinstance(value, bool) else text
+    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
 
 
 def load_data(data: DataArguments, args: ContAccumTrainingArguments) -> TrainingSets:
@@ -147,8 +141,6 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
     """What hard negatives are mined in while training: the same data, and its corpus or another; None if none are."""
     if args.refresh_negatives_every is None:
         return None
-    from contaccum.mining import load_mining_data
-
     [one] = data.sets.values()
     how: dict[str, Any] = {"texts": one.get("corpus"), "on_bad_record": data.on_bad_record}
     how |= {name: one[name] for name in ("data_format", "split", "columns", "min_score") if name in one}
@@ -159,9 +151,6 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
     """The evaluator that the arguments ask for; raises `DataError` for data that cannot be used."""
     if data.eval_data is None:
         return None
-    from contaccum.evaluation.beir import load_data as load_beir
-    from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
-
     how: Any = {"batch_size": args.per_device_eval_batch_size, "similarity": args.similarity}
     name, *sets = data.eval_data.split("/")
     if name == "nanobeir":
@@ -178,14 +167,15 @@ def load_evaluator(data: DataArguments, args: ContAccumTrainingArguments) -> Ret
 
 def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
     """The encoder to train: a SentenceTransformer as it is, or a backbone with pooling; raises `UserError`."""
-    from contaccum import adapters
-    from contaccum.encoders import DualEncoder, configure
-
     quantized: Any = {"model_kwargs": adapters.in_4bit()} if arguments.load_in_4bit else {}
     # Towers come with weights each, and share them once they have adapters: the device then gets one base.
     late = bool(arguments.lora_r and not arguments.tied and device and not quantized)
     place: Any = {"device": "cpu" if late else device, **quantized}
-    if _is_sentence_transformer(arguments.model):
+    require_model(arguments.model)
+    is_whole = False
+    with suppress(Exception):  # any of the hub's errors: loading it will fail next, with a message of its own
+        is_whole = is_sentence_transformer_model(arguments.model)
+    if is_whole:
         model = _load_sentence_transformer(arguments, place)
     else:
         names = ["tied", "pooling", "normalize", "query_prompt", "passage_prompt", "query_max_length"]
@@ -204,10 +194,6 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
 
 
 def _load_sentence_transformer(arguments: ModelArguments, place: dict[str, Any]) -> DualEncoder:
-    from sentence_transformers.sentence_transformer.modules import Router
-
-    from contaccum.encoders import DualEncoder, is_tied, set_max_lengths
-
     model = DualEncoder.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code, **place)
     if not arguments.tied and is_tied(model):
         modules = list(model.children())
@@ -226,29 +212,12 @@ def _load_sentence_transformer(arguments: ModelArguments, place: dict[str, Any])
 
 def load_guide(arguments: ModelArguments, device: str | None = None) -> DualEncoder | None:
     """The guide, where there is one; raises `UserError`."""
-    from contaccum.encoders import DualEncoder
-
     name, trusted = arguments.guide, arguments.trust_remote_code
     return DualEncoder.from_pretrained(name, device=device, trust_remote_code=trusted) if name else None
 
 
 def merge_saved(folder: str, arguments: ModelArguments) -> None:
     """Turn what was trained and saved into a full model in its place, in the precision that the base was loaded in."""
-    from contaccum.adapters import merge_adapter
-    from contaccum.encoders import DualEncoder
-
     model = DualEncoder.from_pretrained(folder, device="cpu", trust_remote_code=arguments.trust_remote_code)
-    merge_adapter(model)
+    adapters.merge_adapter(model)
     model.save_pretrained(folder, create_model_card=False)  # there is one
-
-
-def _is_sentence_transformer(name: str) -> bool:
-    """Whether a folder, or a hub repository that can be reached, is a SentenceTransformer rather than a backbone."""
-    from sentence_transformers.util import is_sentence_transformer_model
-
-    from contaccum.encoders import require_model
-
-    require_model(name)
-    with suppress(Exception):  # any of the hub's errors: loading it will fail next, with a message of its own
-        return is_sentence_transformer_model(name)
-    return False

@@ -84,8 +84,7 @@ def take_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, col
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
     """Refuse data that has no positives, or nothing that could be a negative; raises `ConfigError` naming the set."""
     loss = innermost(loss)
-    in_batch = isinstance(loss, (MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    in_batch |= isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
+    in_batch = isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
     alone = args.per_device_train_batch_size == 1 and not (args.gathers or args.finds_micro_batch)
     for name, names in columns.items():
         of = "the training data" if name is None else f"training set {name!r}"
@@ -104,13 +103,12 @@ def settle_parameters(args: ContAccumTrainingArguments, model: SentenceTransform
     """Make DDP wait for the gradients that come, and for no others.
 
     DDP looks for unused parameters after every column, and takes the query tower to be unused by the last. For losses
-    that read sentence embeddings and nothing else, :func:`freeze_unused` does that work, on any number of ranks. Losses
+    that read sentence embeddings and nothing else, `freeze_unused` does that work, on any number of ranks. Losses
     with a gradient cache call the model once per backward pass, where DDP's search is right, and needed.
     """
     loss = innermost(loss)
     cached = uses_gradient_cache(loss)
-    ours = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss))
-    known = ours or isinstance(loss, CachedMultipleNegativesRankingLoss)
+    known = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
     if known:
         freeze_unused(model)
     if not cached and (known or not is_tied(model)):

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from contaccum.data.sampling import first_texts, samplings_of, text_ids, with_row_numbers
-from contaccum.distributed import from_first_rank
+from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-    from contaccum.mining import MiningData
-    from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.mining import MiningData, load_mining_data, mine_hard_negatives
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 _TRIES = 64  # that another passage is sampled in place of one that may not be used
 
@@ -35,8 +33,13 @@ class NegativeRefresh:
     """
 
     def __init__(self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None) -> None:
-        from contaccum.mining import load_mining_data
-
+        names = list(getattr(dataset, "column_names", None) or [])
+        if names[:2] != ["query", "positive"] or "negative_1" not in names or not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                "refresh_negatives_every needs one data set, neither a stream nor several, with the columns query, "
+                f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}"
+            )
+        self.dataset = dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
         (self.sampling,) = samplings_of(dataset)
         self.sampling.gives_numbers = True
         self.args, self.columns = args, [name for name in dataset.column_names if name.startswith("negative_")]
@@ -60,10 +63,8 @@ class NegativeRefresh:
 
     def mine(self, model: Any, update: int, first_rank: bool) -> dict[str, float]:
         """Mine with ``model`` as it is: rank 0 does, and every rank gets the same. Returns what is logged."""
-        from contaccum.mining import mine_hard_negatives
-
         started, args = time.perf_counter(), self.args
-        found = self.rows
+        found = np.full_like(self.rows, -1)  # than which all rows are greater
         if first_rank:
             mined = mine_hard_negatives(
                 self.data,
@@ -76,7 +77,8 @@ class NegativeRefresh:
                 show_progress=False,
             )
             found = mined.rows.astype(np.int32)
-        self.rows, self.at = from_first_rank(torch.from_numpy(found.copy())).numpy(), update
+        self.rows = over_ranks("MAX", torch.from_numpy(found).to(args.device)).cpu().numpy()
+        self.at = update
         return {"mined_at": update, "mining_seconds": time.perf_counter() - started}
 
     def renew(
@@ -106,7 +108,7 @@ class NegativeRefresh:
         return {"rows": torch.from_numpy(self.rows), "at": torch.tensor(-1 if self.at is None else self.at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from :meth:`state_dict`; raises `UserError` where other data were mined in."""
+        """Go on from `state_dict`; raises `UserError` where other data were mined in."""
         if state["rows"].shape != self.rows.shape or int(state["rows"].max()) >= self.data.pool_size:
             raise UserError("the checkpoint's negatives were mined in other data: resume with those")
         self.rows, at = state["rows"].numpy(), int(state["at"])
@@ -128,19 +130,3 @@ class NegativeRefresh:
             raise ConfigError(f"the query {self.data.queries[query][:60]!r} has no passage that could be its negative")
         # In a tiny pool there may be too few: then one is there twice.
         return [self.data.documents[chosen[i % len(chosen)]].passage for i in range(h)]
-
-
-def with_refresh(
-    args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None
-) -> tuple[Any, NegativeRefresh | None]:
-    """Training data whose rows know their number, and their refresh; as it is, and None, without any."""
-    if args.refresh_negatives_every is None:
-        return dataset, None
-    names = list(getattr(dataset, "column_names", None) or [])
-    if names[:2] != ["query", "positive"] or "negative_1" not in names or not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            "refresh_negatives_every needs one data set, neither a stream nor several, with the columns query, "
-            f"positive, negative_1 and on (their texts may be None), and found {', '.join(names)}"
-        )
-    dataset = dataset if samplings_of(dataset) else with_row_numbers(dataset)
-    return dataset, NegativeRefresh(args, dataset, data)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,16 +36,14 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
 from contaccum.guide import Guide
 from contaccum.losses import ContAccumLoss
+from contaccum.mining import MiningData
 from contaccum.training import checkpoint, log
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
 from contaccum.training.log import rows_of
 from contaccum.training.methods import check_columns, columns_by_set, make_loss, settle_parameters, take_roles
-from contaccum.training.refresh import with_refresh
+from contaccum.training.refresh import NegativeRefresh
 from contaccum.training.updates import WHAT_ELSE, Updates, is_out_of_memory, random_states, set_random_states
-
-if TYPE_CHECKING:
-    from contaccum.mining import MiningData
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -95,7 +93,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
         self.given_arguments = args.to_dict()
         args = copy.copy(args)  # what follows belongs to this model and data set
-        train_dataset, self.refresh = with_refresh(args, train_dataset, mining_data)
+        self.refresh: NegativeRefresh | None = None
+        if args.refresh_negatives_every is not None:
+            self.refresh = NegativeRefresh(args, train_dataset, mining_data)
+            train_dataset = self.refresh.dataset  # whose rows know their number
         self.samplings = samplings_of(train_dataset)
         columns = columns_by_set(train_dataset if train_dataset is not None else eval_dataset)
         take_roles(args, model, columns)
@@ -119,9 +120,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         unset_hf_deepspeed_config()  # as the arguments have: the accelerator has set it again
         known = [x.known_positives for x in (*self.samplings, *samplings_of(eval_dataset))]
         pairs = [x for x in known if x is not None]
-        for bank_loss in self.bank_losses():
-            if pairs:
-                bank_loss.know_positives(*torch.from_numpy(np.concatenate(pairs)).T.contiguous())
+        for bank_loss in self.bank_losses() if pairs else ():
+            bank_loss.know_positives(*torch.from_numpy(np.concatenate(pairs)).T.contiguous())
         self.updates = Updates(self)
         # Before the others, so that those who log get what it adds.
         self.callback_handler.callbacks.insert(0, UpdateCallback(self))
@@ -193,8 +193,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         try:
             with self.signals:
                 return super().train(self._checkpoint, trial, ignore_keys_for_eval)
-        except UserError:
-            raise
         except Exception as error:
             if checkpoint.is_no_room(error):
                 raise UserError(f"{args.output_dir}: no room on the disk: make some, and resume from `last`") from error
@@ -354,17 +352,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             return
         trusted = bool(getattr(self.model, "trust_remote_code", False))
         with loading(checkpoint_path, trusted):
-            try:
-                if not (self.is_fsdp_enabled or has_adapter(self.model)):
-                    return super()._load_from_checkpoint(checkpoint_path)
-                whole = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
-                if not self.is_fsdp_enabled:
-                    every = self.model.named_parameters(remove_duplicate=False)
-                    names = [name for name, parameter in every if parameter.is_floating_point()]
-                    self.model.load_state_dict({name: whole[name] for name in names}, strict=False)
-                    return
-            except RuntimeError as error:  # of load_state_dict: shapes or names
-                raise UserError(f"{checkpoint_path}: its weights are of another model ({str(error)[:200]})") from error
+            if not (self.is_fsdp_enabled or has_adapter(self.model)):
+                return super()._load_from_checkpoint(checkpoint_path)
+            whole = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
+            if not self.is_fsdp_enabled:
+                every = self.model.named_parameters(remove_duplicate=False)
+                names = [name for name, parameter in every if parameter.is_floating_point()]
+                self.model.load_state_dict({name: whole[name] for name in names}, strict=False)
+                return
         set_model_state_dict(self.model, dict(whole), options=StateDictOptions(full_state_dict=True))
 
 

@@ -25,12 +25,14 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
+from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks, world_size
 from contaccum.errors import UserError
 from contaccum.features import rows_in
 from contaccum.grad_norms import TowerGradNorms
 from contaccum.losses import ContAccumLoss
+from contaccum.training.arguments import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +113,14 @@ class Updates:
     def _pairs_of(self, inputs: dict[str, Any]) -> int:
         return rows_in(self.trainer.collect_features(inputs)[0][0]) or 0
 
-    def _begin_losses(self) -> None:
-        """Tell the loss how many pairs the update has; where there are several, each gets a part that nobody knows."""
-        pairs = self._pairs_of(self.present.inputs[0]) * self.trainer.current_gradient_accumulation_steps
-        for loss in [] if isinstance(self.trainer.loss, dict) else self.trainer.bank_losses():
-            own = torch.tensor(pairs, device=self.trainer.args.device)
-            loss.begin_update(int(over_ranks("SUM", own)) if loss.settings["gather_across_devices"] else pairs)
-
     def _micro_steps(self, model: nn.Module, first: int) -> Tensor:
         """Micro-steps of the micro-batches from ``first`` on; the loss of the last one."""
         update = self.present
-        if first == 0:
-            self._begin_losses()
+        if first == 0 and not isinstance(self.trainer.loss, dict):  # else each gets a part that nobody knows
+            pairs = self._pairs_of(update.inputs[0]) * self.trainer.current_gradient_accumulation_steps
+            own = torch.tensor(pairs, device=self.trainer.args.device)
+            for one in self.trainer.bank_losses():
+                one.begin_update(int(over_ranks("SUM", own)) if one.settings["gather_across_devices"] else pairs)
         loss = torch.zeros((), device=self.trainer.args.device)
         for index in range(first, len(update.inputs)):
             inputs, is_last = update.inputs[index], index == len(update.inputs) - 1
@@ -138,7 +136,7 @@ class Updates:
 
     def _halve(self, what: str) -> None:
         args = self.trainer.args
-        rows = min(self.rows_fit or args.pairs_per_micro_batch, max(map(_rows, self.present.inputs)))
+        rows = min(self.rows_fit or args.pairs_per_micro_batch, max(map(self._pairs_of, self.present.inputs)))
         if world_size() > 1 or self.trainer.is_deepspeed_enabled:  # which has reduced a part of the gradient by then
             mend = "lower per_device_train_batch_size, raise gradient_accumulation_steps, and resume from `last`"
             raise UserError(f"out of memory on rank {args.process_index} ({what}), which cannot split alone: {mend}")
@@ -250,7 +248,8 @@ class Updates:
     def _rows_of(self, micro_steps: list[int]) -> list[int] | None:
         """Rows of the training data in some micro-steps of the update under way; None: the sampler cannot tell."""
         trainer, args = self.trainer, self.trainer.args
-        if trainer.batch_sampler is None or args.own_batch_sampler or callable(args.multi_dataset_batch_sampler):
+        others = name_of(args.batch_sampler) not in RESUMING or callable(args.multi_dataset_batch_sampler)
+        if trainer.batch_sampler is None or others:
             return None
         k = args.gradient_accumulation_steps
         first = trainer.state.global_step % max(-(-len(trainer._train_dataloader) // k), 1) * k
@@ -272,17 +271,14 @@ def _encode_at_once(loss: Any, rows: int) -> None:
             module.mini_batch_size = rows
 
 
-def _rows(inputs: dict[str, Any]) -> int:
-    return max(len(x) for x in inputs.values() if isinstance(x, Tensor) and x.ndim)
-
-
 def split_rows(inputs: dict[str, Any], rows: int | None) -> list[tuple[dict[str, Any], float]]:
     """A collated batch, tensors (n, ...) and others, in parts of at most ``rows`` rows, each with its share of n."""
     tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
-    n = _rows(inputs)
+    lengths = {len(value) for value in tensors.values()}
+    n = max(lengths)
     if rows is None or n <= rows:
         return [(inputs, 1.0)]
-    if {len(value) for value in tensors.values()} != {n}:
+    if len(lengths) > 1:
         raise UserError("out of memory, and this batch cannot be split by rows: lower per_device_train_batch_size")
     parts = zip(*(value.tensor_split(-(-n // rows)) for value in tensors.values()), strict=True)
     return [({**inputs, **dict(zip(tensors, part, strict=True))}, len(part[0]) / n) for part in parts]
@@ -307,7 +303,7 @@ def random_states() -> tuple[Any, ...]:
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:
-    """Go on from :func:`random_states`."""
+    """Go on from `random_states`."""
     setters: tuple[Callable[[Any], Any], ...] = (random.setstate, np.random.set_state, torch.set_rng_state)
     for setter, state in zip((*setters, torch.cuda.set_rng_state_all), states, strict=True):
         setter(state)

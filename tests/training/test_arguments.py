@@ -22,7 +22,7 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"method": "pre_batch", "query_bank_size": 128}, ["pre_batch", "query_bank_size=128"]),
         ({"temperature": 0.0}, ["temperature"]),  # and whatever else the loss refuses: tests/test_info_nce.py
         ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
-        ({"matryoshka_dims": [16, 0]}, ["matryoshka_dims=[16, 0]", "at least 1"]),
+        ({"bank_size": -1}, ["bank_size"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
         ({"fp16": True}, ["fp16", "bf16"]),
         ({"deepspeed": "zero.json", "method": "grad_cache"}, ["deepspeed", "method=grad_cache"]),

@@ -57,16 +57,6 @@ def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
         trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
 
 
-def test_a_checkpoint_of_the_version_before_is_refused_by_its_version(tmp_path):
-    old = tmp_path / "checkpoint-4"
-    old.mkdir()
-    (old / "checkpoint.json").write_text("{}")
-    (old / "manifest.json").write_text('{"format": 1, "contaccum": "0.1.0", "files": {}}')
-    for asked in ("last", str(old)):
-        with pytest.raises(UserError, match=r"written by contaccum 0\.1\.0: .* with --model"):
-            trainer_in(tmp_path).train(resume_from_checkpoint=asked)
-
-
 def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(tmp_path, caplog):
     trainer_in(tmp_path, max_steps=1, **SAVES).train(resume_from_checkpoint="auto")
     two = trainer_in(tmp_path, max_steps=2, **SAVES)

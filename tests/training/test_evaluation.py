@@ -114,7 +114,8 @@ def test_an_evaluation_is_not_time_of_training(tmp_path, monkeypatch):
 
 def test_without_a_metric_the_evaluators_own_decides(tmp_path):
     settings = {key: value for key, value in BEST.items() if key != "metric_for_best_model"}
-    trainer = trainer_in(tmp_path, evaluator=Figures(FALLING), **settings)
-    assert trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
+    for given in (settings, {**EVERY, "save_strategy": "best"}):
+        trainer = trainer_in(tmp_path, evaluator=Figures(FALLING), **given)
+        assert trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
     with pytest.raises(ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator measures ndcg@10, "):
         trainer_in(tmp_path, evaluator=Figures(FALLING), **{**BEST, "metric_for_best_model": "ndcg@7"})
