@@ -59,7 +59,6 @@ MISTAKES = {
     "a margin without its model": (["MODEL", "--cross_encoder_margin", "3"], "needs a cross_encoder"),
     "bm25 with a model": (["MODEL", "--method", "bm25"], "leave it out"),
     "no cross-encoder": (["MODEL", "--cross_encoder", "MODEL"], "not a cross-encoder that was trained to give a pair"),
-    "a name that does not fit": (["MODEL", "--output", "o.json"], "ends in .jsonl"),
     "no such device": (["MODEL", "--device", "cuda:99"], "cuda:99"),
 }
 
