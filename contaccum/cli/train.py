@@ -53,9 +53,11 @@ def run(argv: Sequence[str]) -> int:
 
     model_args, data_args, args = config.parse(argv)
     output_dir = str(args.output_dir)
-    resumes = str(args.resume_from_checkpoint or "").lower() not in ("", "false", "none")
+    asked = str(args.resume_from_checkpoint or "").lower()
+    resumes = asked not in ("", "false", "none")
+    starts = not resumes or (asked == "auto" and not any(Path(output_dir).glob("checkpoint-*")))
     finished = all((Path(output_dir) / name).is_file() for name in (RUN_RECORD, "modules.json"))
-    if finished and not resumes and not args.overwrite_output_dir:
+    if finished and starts and not args.overwrite_output_dir:
         mend = "Name another output_dir, set resume_from_checkpoint=last to go on, or overwrite_output_dir=true"
         raise ConfigError(f"{output_dir}: a finished run lies there, which this one would replace. {mend}")
     if args.process_index == 0:

@@ -29,6 +29,7 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, 
     # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
     assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
     assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(str(output))
+    assert train(tmp_path / "again", model=output, resume_from_checkpoint="auto") == 2  # there is no checkpoint
     assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1, overwrite_output_dir="true") == 0
     assert all(0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl"))
 
