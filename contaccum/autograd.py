@@ -52,14 +52,22 @@ class Product(torch.autograd.Function):
 
 
 class HandOver(torch.autograd.Function):
-    """Gradients known in forward: the bank is written in place before backward, which would find other numbers."""
+    """A loss whose gradients were computed in forward: the bank is written in place before backward runs.
+
+    The gradients stay in the dtype they were computed in (float32 at least) until the incoming gradient has multiplied
+    them. In float16 they would underflow before a gradient scaler's factor could prevent that.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*gradients)
+        ctx.input_dtypes = [x.dtype for x in inputs]
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *((g * grad_output).to(g.dtype) for g in ctx.saved_tensors)
+        scaled = []
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.input_dtypes, strict=True):
+            scaled.append((gradient * grad_output).to(dtype))
+        return None, None, *scaled

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from contaccum.errors import check_choice
@@ -36,22 +37,30 @@ class GradientCentering:
         self._left_over: dict[int, Tensor] = {}
 
     def __call__(self, gradients: Sequence[Tensor], aged: bool) -> list[Tensor]:
-        """Those of a micro-batch's queries and columns, (n, ..., d) each; ``aged``: beside entries of an older encoder.
+        """Centre the gradients of a micro-batch's queries and columns, (n, ..., d) each.
 
-        With its last pair, the gradients of an update have summed to zero. One that is the only one stays as it is.
+        With the last pair of an update, its gradients have summed to zero. An update of a single row stays as it is:
+        it would take itself out. A micro-batch whose gradients are not finite returns them as they are, and what was
+        left over before it is spread over the micro-batches after it.
+
+        Args:
+            aged: whether entries of an older encoder are in use; ``"auto"`` centres passages then.
         """
         n = len(gradients[0])
-        if self._to_come < n:  # the next update begins, or nothing is known of any
+        if self._to_come < n:  # the next update begins, or no number of pairs was set
             self.begin_update(self.pairs)
             self._to_come = max(self._to_come, n)
-        taken = n / self._to_come  # of what is left over; the update's last micro-batch takes all
+        share = n / self._to_come  # of what is left over; the last micro-batch of an update takes all
         centred = list(gradients)
         for tower in _TOWERS.get(self.setting, (1,) if aged else ()):
             rows = gradients[tower].flatten(0, -2)
             if len(rows) == self._to_come == 1 and tower not in self._left_over:
-                continue  # it would take itself out
-            left_over = rows.sum(0) + self._left_over.get(tower, 0)
-            centred[tower] = gradients[tower] - left_over * (taken / len(rows))
-            self._left_over[tower] = left_over * (1 - taken)
+                continue
+            before = self._left_over.get(tower, torch.zeros_like(rows[0]))
+            left_over = rows.sum(0) + before
+            is_finite = left_over.isfinite().all()
+            correction = torch.where(is_finite, left_over * (share / len(rows)), 0.0)
+            centred[tower] = gradients[tower] - correction
+            self._left_over[tower] = torch.where(is_finite, left_over * (1 - share), before)
         self._to_come -= n
         return centred

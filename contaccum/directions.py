@@ -50,7 +50,7 @@ def pairs_of(name: str, whole: Pairs, means: Sequence[Tensor | None], needs_mean
     if columns == 0:
         ids = ids[:, :, :1]
     if (rows, columns) == (1, 0):
-        ids = ids.flip(0)  # a query came with its passage
+        ids = ids.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)  # a query came with its passage
     if guide is not None:
         seen = guide.queries[:, None], guide.columns
         guide = Guided(seen[rows][:, 0], seen[columns], guide.ceiling)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from contaccum.pairs import NO_ID, Ids
+from contaccum.pairs import Ids
 
 
 def world_size() -> int:
@@ -64,12 +64,8 @@ def gather_batch(embeddings: list[Tensor], ids: Ids) -> tuple[list[Tensor], Ids,
     joined = _all_gather(torch.cat([x.flatten(1) for x in embeddings], dim=1), lengths)
     parts = joined.split([x.shape[1:].numel() for x in embeddings], dim=1)
     everyone = [part.reshape(-1, *x.shape[1:]).contiguous() for part, x in zip(parts, embeddings, strict=True)]
-    columns = [
-        facts.new_full((n, width), NO_ID) if x is None else x.to(facts).reshape(n, width)
-        for x, width in zip(ids, (1, 1, h), strict=True)
-    ]
-    query_ids, passage_ids, negative_ids = _all_gather(torch.cat(columns, dim=1), lengths).split([1, 1, h], dim=1)
-    return everyone, Ids(query_ids[:, 0], passage_ids[:, 0], negative_ids), own
+    stacked = _all_gather(ids.stack(n, h, facts.device), lengths)
+    return everyone, Ids(stacked[:, 0], stacked[:, 1], stacked[:, 2:]), own
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:

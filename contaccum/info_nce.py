@@ -89,6 +89,8 @@ class BankedInfoNCE(Banks):
 
     Attributes:
         positives: a `PositivesTable` of pairs that are never negatives of each other, or None. Not in the state.
+        expects_probe: whether `observe_probe` will be called soon; until then the means of the towers stay as they are,
+            rather than follow those of micro-batches. Not in the state.
         bank: the `MemoryBank`, None before the first call, which sets the embedding size.
         last: diagnostics of the last call, detached tensors and ints: ``local_loss`` and ``bank_loss`` (mean over local
             rows and over bank rows in use), ``columns`` (per local row, before masks), ``masked`` (share of them that
@@ -156,10 +158,12 @@ class BankedInfoNCE(Banks):
             raise ConfigError(f"learn_temperature with temperature={temperature}: it must be {1 / MOST_SCALE} or more")
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learn_temperature else None
         self.positives: PositivesTable | None = None
+        self.expects_probe = False
         self.steps = StepWatch()
         self._ended_at, self._warned = 0, False  # pairs seen when an update last ended
         self.last: dict[str, Any] = {}
 
+    @torch.compiler.disable  # a micro-step changes the bank in place, which dynamo cannot trace
     def forward(
         self,
         queries: Tensor,
@@ -175,7 +179,8 @@ class BankedInfoNCE(Banks):
         Args:
             queries, passages: (n, d); row i of ``passages`` is the positive of row i of ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
-            query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same text.
+            query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same text. With a last
+                dimension of two, a text has two ids, and either may be equal.
             guide: the same as a guide embeds them, (n, g), (n, g), (n, h, g); with every micro-batch or with none.
 
         Raises:
@@ -193,7 +198,7 @@ class BankedInfoNCE(Banks):
         if enqueues:
             self._notice_update()
         if enqueues and learns:
-            self.steps.follow(*inputs)
+            self.steps.record_forward()
         everyone, own = [x.detach() for x in inputs], slice(0, len(queries))
         if ranks > 1:
             everyone, ids, own = gather_batch(everyone, ids)
@@ -203,7 +208,7 @@ class BankedInfoNCE(Banks):
             relative = self.guide_margin_strategy == "relative"
             seen = Guided.of([x.to(dtype) for x in guided], self.guide_margin, relative) if guided else None
             step = self._losses([x.to(dtype).requires_grad_(learns) for x in everyone], ids, seen, enqueues)
-            gradients = self._gradients(step) if learns else []
+            gradients = self._gradients(step, centers=enqueues) if learns else []
             self.last["enqueued"] = self._enqueue(step, self.bank) if enqueues and self.bank is not None else 0
             self.last["bank_fill"] = 0 if self.bank is None else self.bank.in_use
         if not learns:
@@ -214,8 +219,7 @@ class BankedInfoNCE(Banks):
         if self.log_scale is not None:  # which no reduction knows
             inputs.append(self.log_scale)
             gradients += [over_ranks("SUM", g) / world_size() for g in of_scale]
-        parts = [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
-        return HandOver.apply(step.loss.detach(), parts, *inputs)
+        return HandOver.apply(step.loss.detach(), gradients, *inputs)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self.steps.stepped:  # which no state holds
@@ -231,7 +235,7 @@ class BankedInfoNCE(Banks):
         size = 0 if guide is None else guide.columns.shape[2]
         bank = self.prepare(columns.shape[2], columns.shape[1] - 1, columns, size)
         means: list[tuple[RunningMean, tuple[Tensor, ...]]] = []
-        if observe and self.probe is None:
+        if observe and self._follows_micro_batches:
             towers = ((self.query_mean, queries), (self.passage_mean, units[1]))
             means = [(mean, mean.after(x.detach())) for mean, x in towers if mean is not None]
         # A row loss stays the same when all columns move by one vector. An entry is what it was beside the mean of its
@@ -269,17 +273,22 @@ class BankedInfoNCE(Banks):
         }
         return _MicroStep(leaves, log_scale, [queries, columns], found, log_sums[0], share, loss, means)
 
-    def _gradients(self, step: _MicroStep) -> list[Tensor]:
-        """Gradients of the loss; also notes where the local rows' softmax lies, which comes with them."""
+    def _gradients(self, step: _MicroStep, centers: bool) -> list[Tensor]:
+        """Compute the gradients of the loss, and record where the local rows' softmax lies.
+
+        ``centers``: whether this micro-step belongs to a training update, whose gradients are centred.
+        """
         bank, base = self.bank, step.found[0]
         wanted = [*step.middle, *([] if step.log_scale is None else [step.log_scale])]
         wanted += [] if bank is None else [base.scores.of_columns]
         queries, columns, *others = torch.autograd.grad(step.loss, wanted)
         if bank is not None:
             self.last |= masses(base, step.log_sum, bank, others.pop().sum(0) * step.share)
-        aged = bank is not None and self.drift_compensation == "auto" and bank.aged > 0
-        found = self.centering([queries, columns], aged)
-        return [*torch.autograd.grad(step.middle, step.leaves, found), *others]
+        gradients = [queries, columns]
+        if centers:
+            aged = bank is not None and self.drift_compensation == "auto" and bank.aged > 0
+            gradients = self.centering(gradients, aged)
+        return [*torch.autograd.grad(step.middle, step.leaves, gradients), *others]
 
     @torch.no_grad()
     def _enqueue(self, step: _MicroStep, bank: MemoryBank) -> Tensor:
@@ -290,7 +299,7 @@ class BankedInfoNCE(Banks):
         for (name, one), direction in zip(self.banks.items(), step.found, strict=True):
             origin = self.origins[DIRECTIONS[name][0]]
             one.append(direction.pairs, direction.scores, finite, origin)
-            if origin is not None and self.probe is None and one.pairs <= PAIRS_PER_ORIGIN:
+            if origin is not None and self._follows_micro_batches and one.pairs <= PAIRS_PER_ORIGIN:
                 one.origins.copy_(origin.expand_as(one.origins))  # of few pairs a mean moves by chance
         return finite * len(step.middle[0])
 
@@ -336,11 +345,16 @@ class BankedInfoNCE(Banks):
         to have moved as the probe's means have. With ``"auto"`` it sets how many entries are in use, and reads a small
         tensor from the device for it; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
         together, each with texts of its own (S may differ, and be 0): the probe is all of them.
+
+        Raises:
+            ValueError: for fewer than two pairs.
         """
         check_embeddings(queries, passages, None, Ids(), may_be_empty=self._shared)
         fresh = [queries.detach(), passages.detach()]
         if self._shared:
             fresh, *_ = gather_batch(fresh, Ids())
+        if len(fresh[0]) < 2:
+            raise ValueError("a probe of one pair has no spread to measure drift by: pass eight pairs, or two at least")
         fresh = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in fresh]
         if self.similarity == "cos":
             fresh = [normalize(x, dim=-1) for x in fresh]
@@ -379,6 +393,11 @@ class BankedInfoNCE(Banks):
         masses = {key: float(self.last.get(key, math.nan)) for key in ("in_batch_mass", "bank_mass", "bank_mass_aged")}
         record = {"bank_age": self.bank.age} | {key: x for key, x in masses.items() if math.isfinite(x)}
         return record | (self.probe.record(self.bank.age) if self.probe is not None else {})
+
+    @property
+    def _follows_micro_batches(self) -> bool:
+        """Whether the means of the towers are estimated from micro-batches, because no probe measures them."""
+        return self.probe is None and not self.expects_probe
 
     @property
     def _shared(self) -> bool:

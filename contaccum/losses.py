@@ -26,7 +26,7 @@ from contaccum.errors import ConfigError
 from contaccum.features import content_ids
 from contaccum.guide import Guide
 from contaccum.info_nce import BankedInfoNCE
-from contaccum.pairs import PositivesTable
+from contaccum.pairs import NO_ID, PositivesTable
 from contaccum.probe import TextProbe
 
 logger = logging.getLogger(__name__)
@@ -127,10 +127,11 @@ class ContAccumLoss(nn.Module):
         self._stepped = False  # of a state: whether an optimizer had moved the model since its last micro-step
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """The loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
+        """Compute the loss of a micro-batch of tokenised columns: anchors, positives, any number of negatives.
 
-        ``labels`` int64 (n, columns) are ids of the texts, which are hashes of the content otherwise; they may be, or
-        have after them, a teacher's scores: see `contaccum.distill.split_labels`.
+        ``labels`` int64 (n, columns) are ids of the texts. A text is a duplicate of another if these ids are equal, or
+        the hashes of their tokens. ``labels`` may be, or have after the ids, a teacher's scores: see
+        `contaccum.distill.split_labels`.
         """
         features = list(sentence_features)
         ids, guided = self._look_at(features, labels), self._ask_guide(features)
@@ -227,10 +228,10 @@ class ContAccumLoss(nn.Module):
         probed_at, stepped = state.pop(_PROGRESS, torch.zeros(2, dtype=torch.int64)).tolist()
         self._embedded_probe = None
         probe = {key.removeprefix(_PROBE): state.pop(key) for key in list(state) if key.startswith(_PROBE)}
+        self._probe = TextProbe.from_state_dict(probe, self._shared) if probe else None
         for size in {key.split(".", 1)[0] for key in state}:
             self._of_size(int(size))
         self.info_nces.load_state_dict(state)
-        self._probe = TextProbe.from_state_dict(probe, self._shared) if probe else None
         self._probed_at, self._stepped = probed_at, bool(stepped)
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -275,7 +276,8 @@ class ContAccumLoss(nn.Module):
         ids, scores = split_labels(labels, len(features))
         if (labels is not None and ids is None and scores is None) or (scores is not None and not self.distillation):
             self._warn_once(f"{type(self).__name__} does not use the label or score column of the data")
-        return list(ids.unbind(1)) if ids is not None else [content_ids(column) for column in features]
+        labelled = [None] * len(features) if ids is None else list(ids.unbind(1))
+        return [_both_ids(given, content_ids(column)) for given, column in zip(labelled, features, strict=True)]
 
     def _ask_guide(self, features: list[dict[str, Any]], at_once: int | None = None) -> list[Tensor] | None:
         """The guide's embeddings of the columns, (n, g) each; once for all the sizes of a MatryoshkaLoss."""
@@ -294,16 +296,30 @@ class ContAccumLoss(nn.Module):
             return
         shrinks = replays or isinstance(vars(self).get("calculate_loss"), CachedLossDecorator)
         stepped, self._stepped = self._has_stepped, False
-        bank = None if self.info_nce is None else self.info_nce.bank
-        first = self._probe is None and self.info_nce is None
-        if first:
-            self._probe = TextProbe.of(features, self._shared)
+        completed = self._collect_probe(features)
+        if self._probe is None or not self._probe.is_complete:
+            return
         # Counted by the bank, whose pairs are those of all ranks that share it: one that probed alone would wait.
+        bank = None if self.info_nce is None else self.info_nce.bank
         pairs = 0 if bank is None else bank.pairs
-        if self._probe is not None and (first or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE)):
-            self._probed_at, self._embedded_probe = pairs, (self._probe.encode(self.model, features), shrinks)
+        if completed or (stepped and pairs - self._probed_at >= PAIRS_PER_PROBE):
+            self._probed_at = pairs
+            self._embedded_probe = (self._probe.encode(self.model, features), shrinks)
             for size, loss_fn in self.info_nces.items():
                 self._observe(int(size), loss_fn)
+
+    def _collect_probe(self, features: list[dict[str, Any]]) -> bool:
+        """Collect the probe's texts from the first micro-batches; True for the micro-batch that completes them."""
+        if self._probe is None and self.info_nce is None:
+            self._probe = TextProbe(self._shared)
+        if self._probe is None or self._probe.is_complete:
+            return False
+        if not self._probe.collect(features):
+            self._probe = None
+            for loss_fn in self.info_nces.values():
+                loss_fn.expects_probe = False
+            return False
+        return self._probe.is_complete
 
     def _observe(self, size: int, loss_fn: BankedInfoNCE) -> None:
         """Tell a bank of embeddings of that size what the probe's are."""
@@ -320,7 +336,7 @@ class ContAccumLoss(nn.Module):
             )
         loss_fn = self.info_nce
         unprobed = loss_fn is not None and loss_fn.probe is None and loss_fn.bank is not None and loss_fn.bank.updates
-        if unprobed and self.settings["drift_compensation"] == "auto":
+        if unprobed and self._probe is None and self.settings["drift_compensation"] == "auto":
             self._warn_once(
                 "no entry retires for its age, as these embeddings tell no text that could be encoded again; a loss "
                 "that calls compute_loss_from_embeddings can call info_nce.observe_probe after updates (docs/drift.md)"
@@ -340,10 +356,24 @@ class ContAccumLoss(nn.Module):
         if str(size) not in self.info_nces:
             self.info_nces[str(size)] = loss_fn = BankedInfoNCE(**self.settings)
             loss_fn.positives, loss_fn.log_scale = self._positives, self.log_scale
+            loss_fn.expects_probe = self._probe is not None
             if self._pairs_in_update is not None:
                 loss_fn.begin_update(self._pairs_in_update)
             self._observe(size, loss_fn)
         return self.info_nces[str(size)]
+
+
+def _both_ids(label_ids: Tensor | None, token_ids: Tensor | None) -> Tensor | None:
+    """Stack the two ids of each text, int64 (n, 2): the one in the labels and the hash of its tokens.
+
+    Texts that differ in case, in white space or behind the truncation have equal tokens but no equal label.
+    """
+    if label_ids is None and token_ids is None:
+        return None
+    missing = torch.full_like(token_ids if label_ids is None else label_ids, NO_ID)
+    label_ids = missing if label_ids is None else label_ids
+    token_ids = missing if token_ids is None else token_ids
+    return torch.stack([label_ids, token_ids.to(label_ids.device)], dim=1)
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):

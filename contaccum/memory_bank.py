@@ -18,7 +18,18 @@ from torch import Tensor, nn
 
 from contaccum.autograd import Product
 from contaccum.errors import ConfigError
-from contaccum.pairs import NO_ID, Guided, Ids, Pairs, PositivesTable, Scores, check_embeddings, hidden, low
+from contaccum.pairs import (
+    IDS_PER_TEXT,
+    NO_ID,
+    Guided,
+    Ids,
+    Pairs,
+    PositivesTable,
+    Scores,
+    check_embeddings,
+    hidden,
+    low,
+)
 
 PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
 
@@ -45,7 +56,7 @@ class MemoryBank(nn.Module):
 
     queries: Tensor  # (m, d), or (0, d) without a query bank; rows of what follows are as many
     columns: Tensor  # (m, 1 + h, d): a passage, then its hard negatives
-    ids: Tensor  # int64 (2, m, 1 + h): of the query that a passage came with, and its own
+    ids: Tensor  # int64 (2 * IDS_PER_TEXT, m, 1 + h), as in `Pairs`
     absent: Tensor  # (m, 1 + h), added to the scores of a column: 0 where it is in use, else vanishingly low
     log_sums: Tensor  # (blocks, m), logsumexp of each row over the negatives in the columns of each block
     log_sum: Tensor  # (m,), and over all of them, each counted as often as its weight says
@@ -82,7 +93,7 @@ class MemoryBank(nn.Module):
 
         buffer("queries", 0, rows, dim, dtype=dtype)
         buffer("columns", 0, self.slots, width, dim, dtype=dtype)
-        buffer("ids", NO_ID, 2, self.slots, width, dtype=torch.int64)
+        buffer("ids", NO_ID, 2 * IDS_PER_TEXT, self.slots, width, dtype=torch.int64)
         buffer("absent", self.low, self.slots, width)
         buffer("log_sums", self.low, blocks, rows)
         buffer("log_sum", self.low, rows)

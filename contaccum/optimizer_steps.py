@@ -1,7 +1,11 @@
-"""Notices that an optimizer has moved an encoder, whatever loop, wrapper or engine steps it.
+"""Notice optimizer steps, so that no training loop has to report its updates.
 
-A hook of torch's on every optimizer tells, since parameters do not show it: fused optimizers leave their version
-counters as they were. Which steps count, goes by the parameters that embeddings depend on.
+torch calls a hook after every optimizer step of the process. A step ends an update if a training forward came since the
+last update. The parameters that the step changed do not matter. So gradient caches, adapters and engines that step
+copies of the weights (ZeRO) need no special case, and ZeRO's several steps of an update, one for each group, count once.
+
+This is wrong in one case: a second optimizer in the same process, of another model, that steps between two
+micro-batches of one update. That step counts as the end of the update. docs/loops.md says what to do.
 """
 
 from __future__ import annotations
@@ -9,68 +13,41 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-
-from contaccum.distributed import world_size
 
 _WATCHES: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
 
 class StepWatch:
-    """Whether the encoder behind some embeddings has been moved since they came.
+    """A flag that an optimizer step raises, once after each training forward.
 
-    A step counts of an optimizer that holds any of the encoder's parameters (all, adapters, one tower). Engines that
-    step copies of them (ZeRO's float32 copies) hold none: until some optimizer holds one, steps count that together
-    move as many numbers, of all ranks, as the encoder trains. ZeRO steps each of its groups by itself.
+    Attributes:
+        stepped: True from the first optimizer step after a training forward until the owner resets it.
     """
 
     def __init__(self, stepped: bool = False) -> None:
         self.stepped = stepped
-        self._parameters: list[Tensor] = []
-        self._trained = self._held = False  # embeddings have come since the last step; any was ever held
-        self._copies: dict[int, int] = {}  # numbers of each copy that has stepped since embeddings came
+        self._forward_since_step = False
         _WATCHES.add(self)
 
-    def __reduce__(self) -> Any:  # a copy of a loss has embeddings of its own to come, and holds no model
+    def __reduce__(self) -> Any:
+        # A copy must register itself in _WATCHES; the default copy would not call __init__.
         return StepWatch, (self.stepped,)
 
-    def follow(self, *embeddings: Tensor) -> None:
-        """Embeddings with their graphs, of a micro-step that trains."""
-        self._trained, self._copies = True, {}
-        if not self._parameters:
-            self._parameters = _parameters_of(embeddings)
+    def record_forward(self) -> None:
+        """Record a training forward: the next optimizer step ends an update."""
+        self._forward_since_step = True
 
-    def after_step(self, held: list[Tensor]) -> None:
-        """An optimizer that holds these has stepped."""
-        own, ids = {id(p) for p in self._parameters}, [id(p) for p in held]
-        if own.intersection(ids):
-            self.stepped = self._held = True
-        elif self._trained and not self._held:
-            self._copies |= {id(p): p.numel() for p in held if p.requires_grad or p.grad is not None}
-            # ZeRO-3 leaves a parameter empty outside of its module's forward and backward, with its size beside it.
-            trained = sum(getattr(p, "ds_numel", p.numel()) for p in self._parameters)
-            self.stepped |= sum(self._copies.values()) * world_size() >= trained
-        self._trained &= not self.stepped
-
-
-def _parameters_of(embeddings: tuple[Tensor, ...]) -> list[Tensor]:
-    """The leaves of their graphs; none where embeddings are leaves themselves, as between GradCache's two passes."""
-    seen: set[Any] = set()
-    found, nodes = [], [x.grad_fn for x in embeddings]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") else []
-            nodes += [following for following, _ in node.next_functions]
-    return found
+    def record_step(self) -> None:
+        """Record an optimizer step; it counts only if a training forward came before it."""
+        if self._forward_since_step:
+            self.stepped = True
+        self._forward_since_step = False
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
     for watch in list(_WATCHES):
-        watch.after_step(held)
+        watch.record_step()
 
 
 register_optimizer_step_post_hook(_after_step)

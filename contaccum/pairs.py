@@ -19,12 +19,33 @@ NO_ID = torch.iinfo(torch.int64).min
 """The id of an entry that came without one. It never equals anything, itself included."""
 
 
+IDS_PER_TEXT = 2
+"""A text has at most so many ids, for example one that the data set gives and a hash of its tokens."""
+
+
 class Ids(NamedTuple):
-    """Ids of the texts of a micro-batch, int64, or None where there are none. Equal ids mean the same text."""
+    """Ids of the texts of a micro-batch, int64, or None where there are none.
+
+    A last dimension of ``IDS_PER_TEXT`` may follow the shapes below. Two texts are the same if one of their ids, in the
+    same place of that dimension, is equal.
+    """
 
     queries: Tensor | None = None  # (n,)
     passages: Tensor | None = None  # (n,)
     negatives: Tensor | None = None  # (n, h)
+
+    def stack(self, n: int, h: int, device: torch.device) -> Tensor:
+        """Stack the ids of all texts: int64 (n, 2 + h, IDS_PER_TEXT), ``NO_ID`` where there is none."""
+        stacked = torch.full((n, 2 + h, IDS_PER_TEXT), NO_ID, device=device)
+        columns = (stacked[:, 0], stacked[:, 1], stacked[:, 2:])
+        for column, ids in zip(columns, self, strict=True):
+            if ids is None:
+                continue
+            if ids.ndim == column.ndim:
+                column.copy_(ids)
+            else:
+                column[..., 0] = ids
+        return stacked
 
 
 class Guided(NamedTuple):
@@ -94,7 +115,9 @@ class Pairs(NamedTuple):
 
     queries: Tensor  # (n, d)
     columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
-    ids: Tensor  # int64 (2, n, 1 + h): of the query that a passage came with (NO_ID at hard negatives), and its own
+    # int64 (2 * IDS_PER_TEXT, n, 1 + h): the id of the query that a passage came with (NO_ID at hard negatives), and its
+    # own; then the same for the texts' second ids.
+    ids: Tensor
     named: bool  # False: no ids came, so that nothing of these pairs is masked by them
     temperature: float | Tensor = 1.0
     margin: float | Tensor | None = None  # over the temperature: what scores that far above a row's positive is masked
@@ -107,11 +130,12 @@ class Pairs(NamedTuple):
     @classmethod
     def of(cls, queries: Tensor, columns: Tensor, given: Ids) -> Pairs:
         """The pairs with the ids that there are."""
-        ids = torch.full((2, *columns.shape[:2]), NO_ID, device=columns.device)
-        for place, value in zip((ids[0, :, 0], ids[1, :, 0], ids[1, :, 1:]), given, strict=True):
-            if value is not None:
-                place.copy_(value)
-        return cls(queries, columns, ids, any(value is not None for value in given))
+        n, width, _ = columns.shape
+        stacked = given.stack(n, width - 1, columns.device)
+        ids = torch.full((IDS_PER_TEXT, 2, n, width), NO_ID, device=columns.device)
+        ids[:, 0, :, 0] = stacked[:, 0].T
+        ids[:, 1] = stacked[:, 1:].movedim(-1, 0)
+        return cls(queries, columns, ids.flatten(0, 1), any(value is not None for value in given))
 
     @property
     def still_temperature(self) -> float | Tensor:
@@ -215,15 +239,16 @@ def hidden(local: Tensor, other: Tensor, positives: PositivesTable | None, local
     """Where a row must not take a column for a negative, own positives included: bool (k, c).
 
     Args:
-        local: int64 (2, k), ids of the few rows or columns of the micro-batch: for a row those of its query and of the
-            passage that came with it, for a column those of the query that it came with (``NO_ID`` at hard negatives)
-            and its own.
-        other: int64 (2, c), those of the columns, or rows, that they meet.
-        positives: pairs known beforehand.
+        local: int64 (2 * IDS_PER_TEXT, k), ids of the few rows or columns of the micro-batch: for a row those of its
+            query and of the passage that came with it, for a column those of the query that it came with (``NO_ID`` at
+            hard negatives) and its own; then their second ids.
+        other: int64 (2 * IDS_PER_TEXT, c), those of the columns, or rows, that they meet.
+        positives: pairs known beforehand, by the texts' first ids.
         local_rows: whether ``local`` are rows; otherwise they are columns.
     """
-    same = (local[:, :, None] == other[:, None]).logical_and_(local[:, :, None] != NO_ID)
-    mask = same[0] | same[1]
+    same = local[:, :, None] == other[:, None]
+    same &= local[:, :, None] != NO_ID
+    mask = same.any(0)
     if positives is None:
         return mask
     if local_rows:
@@ -254,5 +279,9 @@ def check_embeddings(
     if negatives is not None and negatives.shape != (n, h, d):
         raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {tuple(negatives.shape)}")
     for kind, value, shape in zip(("query", "passage", "negative"), ids, ((n,), (n,), (n, h)), strict=True):
-        if value is not None and (value.shape != shape or value.dtype not in (torch.int64, torch.int32)):
-            raise ValueError(f"{kind}_ids must be int64 {shape}, got {value.dtype} {tuple(value.shape)}")
+        if value is None:
+            continue
+        fits = value.shape in (shape, (*shape, IDS_PER_TEXT))
+        if not fits or value.dtype not in (torch.int64, torch.int32):
+            got = f"{value.dtype} {tuple(value.shape)}"
+            raise ValueError(f"{kind}_ids must be int64 {shape} or {(*shape, IDS_PER_TEXT)}, got {got}")

@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.losses.matryoshka import Forward
 from torch import Tensor, nn
 
 from contaccum.distributed import gather_states, rank, world_size
-from contaccum.features import first_rows
+from contaccum.features import first_rows, rows_in
 
 PROBE_TEXTS = 8
 
@@ -34,23 +34,46 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 class TextProbe:
     """A few training pairs, kept as the tokenizer gave them, to be encoded again as the encoder learns.
 
-    They are the first pairs of a micro-batch, of all ranks that share a bank: ``PROBE_TEXTS`` together, one of each at
-    least. Every rank knows them all, a part from each of them, and encodes its share of the parts. Only tensors and
-    numbers are stored; what a column has beside them (the ``task`` that a Router goes by) comes with each micro-batch.
+    They are the first ``PROBE_TEXTS`` pairs of training, collected over as many micro-batches as they take; of ranks
+    that share a bank, an equal number of each. Every rank holds all of them, in parts, and encodes its share of the
+    parts. Only tensors and numbers are stored; what a column has beside them (the ``task`` that a Router goes by) comes
+    with each micro-batch.
+
+    Attributes:
+        parts: queries and passages, as features, of each rank and micro-batch that a part of the pairs came from.
+        shared: whether all ranks share one bank, and so one probe.
     """
 
-    def __init__(self, parts: list[list[dict[str, Tensor]]], shared: bool) -> None:
-        self.parts, self.shared = parts, shared  # queries and passages of each
+    def __init__(self, shared: bool, parts: list[list[dict[str, Tensor]]] | None = None) -> None:
+        self.shared = shared
+        self.parts = [] if parts is None else parts
 
-    @classmethod
-    def of(cls, features: list[dict[str, Any]], shared: bool) -> TextProbe | None:
-        """Of this rank's micro-batch and the others'; None on every rank where first texts cannot be told apart."""
-        wanted = -(-PROBE_TEXTS // world_size()) if shared else PROBE_TEXTS
-        parts = [[first_rows(column, wanted) or {} for column in features[:2]]]
-        if shared:
+    @property
+    def num_pairs(self) -> int:
+        """The number of pairs collected so far."""
+        return sum(rows_in(queries) or 0 for queries, _ in self.parts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pairs are there."""
+        return self.num_pairs >= PROBE_TEXTS
+
+    def collect(self, features: list[dict[str, Any]]) -> bool:
+        """Add the first pairs of a micro-batch, and of the other ranks' micro-batches if they share the bank.
+
+        Returns:
+            False, on every rank, if the first texts of a column cannot be separated from the others.
+        """
+        ranks = world_size() if self.shared else 1
+        wanted = -(-(PROBE_TEXTS - self.num_pairs) // ranks)
+        columns = [first_rows(column, wanted) or {} for column in features[:2]]
+        new_parts = [columns]
+        if self.shared:
             device = next(x.device for column in features for x in column.values() if isinstance(x, Tensor))
-            parts = [list(part) for part in zip(*(gather_states(x, device) for x in parts[0]), strict=True)]
-        return cls(parts, shared) if all(x for part in parts for x in part) else None
+            columns_of_ranks = [gather_states(column, device) for column in columns]
+            new_parts = [list(part) for part in zip(*columns_of_ranks, strict=True)]
+        self.parts += new_parts
+        return all(column for part in new_parts for column in part)
 
     def encode(self, model: nn.Module, features: list[dict[str, Any]]) -> list[Tensor]:
         """Embeddings of this rank's share, queries and passages: (S, d) each, without dropout or any random number.
@@ -78,9 +101,9 @@ class TextProbe:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Tensor], shared: bool) -> TextProbe:
-        """What `state_dict` gave, on any number of ranks."""
+        """Restore what `state_dict` gave, on any number of ranks."""
         parts: dict[int, list[dict[str, Tensor]]] = {}
         for name, x in state.items():
             part, column, key = name.split(".", 2)
             parts.setdefault(int(part), [{}, {}])[int(column)][key] = x
-        return cls([parts[i] for i in sorted(parts)], shared)
+        return cls(shared, [parts[i] for i in sorted(parts)])

@@ -81,3 +81,18 @@ def test_what_cannot_work_is_refused(model, tiny_tokenizer):
         CachedContAccumLoss(static)
     with pytest.raises(ConfigError, match="mini_batch_num_tokens must be at least 1"):
         CachedContAccumLoss(model, mini_batch_num_tokens=0)
+
+
+def test_updates_of_few_trained_parameters_are_seen():
+    """The cached embeddings, which the loss sees, are many more numbers than the sixteen that train."""
+    model = tiny_encoder(normalize=False)
+    model.requires_grad_(False)
+    bias = model[0].auto_model.encoder.layer[0].output.LayerNorm.bias.requires_grad_()
+    loss_fn = CachedContAccumLoss(model, bank_size=64, mini_batch_size=4)
+    optimizer = torch.optim.SGD([bias], lr=0.1)
+    for update in range(6):
+        loss_fn(features(model, 16, 2, seed=update)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_fn.bank_state_dict()
+    assert loss_fn.info_nce.bank.updates == 6

@@ -106,3 +106,52 @@ def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline():
         updates(BankedInfoNCE(0, center_gradients=x, pairs_per_update=2 * N), [N, N]) for x in ("none", "auto")
     )
     assert torch.equal(plain[1][1][0], auto[1][1][0])
+
+
+@pytest.mark.parametrize("bad", [0, 3, K - 1])
+def test_a_micro_batch_that_is_not_finite_leaves_the_centring_of_the_others_whole(bad):
+    """Its own backward is left out; the gradients of all others still sum to zero over the update."""
+    loss_fn = BankedInfoNCE(64, center_gradients="both", drift_compensation="none", pairs_per_update=N * K)
+    generator = torch.Generator().manual_seed(0)
+    totals = torch.zeros(2, D, dtype=torch.float64)
+    for step in range(K):
+        inputs = [torch.randn(N, D, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
+        if step == bad:
+            inputs[0].data[0] = torch.inf
+        loss = loss_fn(*inputs)
+        assert bool(loss.isfinite()) == (step != bad)
+        if step != bad:
+            loss.backward()
+            totals += torch.stack([x.grad.sum(0) for x in inputs])
+    if bad == K - 1:  # what the last micro-batch would have taken out is left
+        assert totals.isfinite().all() and totals.abs().max() > 1e-6
+    else:
+        assert totals.abs().max() < 1e-14
+
+
+def test_a_forward_in_eval_mode_with_gradients_changes_no_training_update():
+    def gradients(evaluates: bool) -> Tensor:
+        loss_fn = BankedInfoNCE(64, center_gradients="both", drift_compensation="none", pairs_per_update=3 * N)
+        generator = torch.Generator().manual_seed(0)
+        collected = []
+        for step in range(3):
+            inputs = [torch.randn(N, D, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
+            loss_fn(*inputs).backward()
+            collected += [x.grad for x in inputs]
+            if evaluates and step == 1:
+                loss_fn.eval()
+                loss_fn(*(x.detach().requires_grad_() for x in inputs)).backward()
+                loss_fn.train()
+        return torch.cat(collected)
+
+    assert torch.equal(gradients(evaluates=True), gradients(evaluates=False))
+
+
+def test_gradients_in_eval_mode_are_those_of_plain_info_nce():
+    inputs = [torch.randn(N, D, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    loss_fn = BankedInfoNCE(0, center_gradients="both").eval()
+    loss_fn(*inputs).backward()
+    found = [x.grad.clone() for x in inputs]
+    queries, passages = (x.detach().requires_grad_() for x in inputs)
+    torch.nn.functional.cross_entropy(queries @ passages.T, torch.arange(N)).backward()
+    assert torch.allclose(found[0], queries.grad, atol=1e-14) and torch.allclose(found[1], passages.grad, atol=1e-14)

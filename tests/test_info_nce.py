@@ -8,7 +8,7 @@ import pytest
 import torch
 from dense_reference import History, errors
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
@@ -340,3 +340,54 @@ def test_cost_grows_with_the_bank_and_not_with_its_square(micro_batch, monkeypat
         for step in range(20):
             loss_fn(*batch(micro_batch, seed=step))
         assert sum(sizes) / 20 == 2 * micro_batch * m
+
+
+def test_small_gradients_of_float16_embeddings_survive_under_a_gradient_scaler():
+    """Unscaled they are below the smallest float16, 6e-8; the scaler's factor must multiply them in float32."""
+    scale = 2.0**16
+    embeddings = [10 * normalize(x, dim=-1).half() for x in batch(32, d=1024, dtype=torch.float32)]
+    exact = leaves([x.double() for x in embeddings])
+    cosines = normalize(exact[0], dim=-1) @ normalize(exact[1], dim=-1).T
+    cross_entropy(cosines / 5000.0, torch.arange(32)).backward()
+    assert max(x.grad.abs().max() for x in exact) < 3e-7
+    inputs = leaves(embeddings)
+    (BankedInfoNCE(16, similarity="cos", temperature=5000.0)(*inputs) * scale).backward()
+    for x, reference in zip(inputs, exact, strict=True):
+        assert x.grad.dtype == torch.float16
+        error = (x.grad.double() / scale - reference.grad).norm() / reference.grad.norm()
+        assert error < 0.02  # float16's own
+
+
+@pytest.mark.parametrize("bank_size", [0, 64])
+def test_a_compiled_loss_runs_and_equals_the_loss(bank_size):
+    plain, to_compile = BankedInfoNCE(bank_size), BankedInfoNCE(bank_size)
+    compiled = torch.compile(to_compile, backend="eager")
+    for seed in range(3):
+        inputs, others = leaves(batch(4, seed=seed)), leaves(batch(4, seed=seed))
+        loss, expected = compiled(*inputs), plain(*others)
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss, expected)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, others, strict=True))
+
+
+@pytest.mark.parametrize("equal", [0, 1], ids=["first ids", "second ids"])
+def test_of_two_ids_of_a_text_either_masks_a_duplicate(equal):
+    """The same queries and passages come twice; the ids of one kind are equal, those of the other are not."""
+    inputs = batch(4)
+    same, first_time, second_time = torch.arange(4), torch.arange(10, 14), torch.arange(20, 24)
+    loss_fn = BankedInfoNCE(64, drift_compensation="none")
+    unmasked = BankedInfoNCE(64, drift_compensation="none")
+    for other in (first_time, second_time):
+        ids = torch.stack([same, other] if equal == 0 else [other, same], dim=1)
+        loss = loss_fn(*leaves(inputs), query_ids=ids, passage_ids=ids + 100)
+        unmasked_loss = unmasked(*leaves(inputs))
+    # A dense matrix of both micro-batches, in which each row leaves out the copy of its own positive.
+    rows = torch.cat([inputs[0], inputs[0]])
+    scores = rows @ torch.cat([inputs[1], inputs[1]]).T
+    twins = torch.eye(4, dtype=torch.bool).repeat(2, 2) & ~torch.eye(8, dtype=torch.bool)
+    targets = torch.arange(8)
+    expected = cross_entropy(scores.masked_fill(twins, -torch.inf), targets, reduction="sum") / 4
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert unmasked_loss.item() == pytest.approx(cross_entropy(scores, targets, reduction="sum").item() / 4, abs=1e-12)
+    assert unmasked_loss > loss

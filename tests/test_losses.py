@@ -12,7 +12,7 @@ from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from tiny_models import tiny_encoder
 from torch import nn
 
-from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder, losses, probe
+from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder, losses, probe
 from contaccum.errors import ConfigError
 from contaccum.features import content_ids, first_rows
 from contaccum.losses import PAIRS_PER_PROBE
@@ -213,7 +213,8 @@ def test_probing_uses_no_random_number_and_leaves_modes_as_they_were():
     next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()  # someone's choice
     modes = [module.training for module in model.modules()]
     features = model.preprocess(sentences(16), task="query"), model.preprocess(sentences(16, 1), task="document")
-    probe = TextProbe.of(list(features), shared=False)
+    probe = TextProbe(shared=False)
+    assert probe.collect(list(features)) and probe.is_complete
     state = torch.get_rng_state()
     first, second = (probe.encode(model, features) for _ in range(2))
     assert torch.equal(state, torch.get_rng_state())
@@ -225,7 +226,7 @@ def test_probing_uses_no_random_number_and_leaves_modes_as_they_were():
     again = TextProbe.from_state_dict(probe.state_dict(), shared=False)
     assert all(torch.equal(a, b) for a, b in zip(first, again.encode(model, features), strict=True))
     flat = [{"input_ids": torch.arange(9)}, {"input_ids": torch.arange(9)}]
-    assert TextProbe.of(flat, shared=False) is None
+    assert not TextProbe(shared=False).collect(flat)
 
 
 def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(model, monkeypatch):
@@ -233,8 +234,9 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(model, monkeypa
     monkeypatch.setattr(probe, "world_size", lambda: 3)
     gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
     monkeypatch.setattr(probe, "gather_states", lambda own, device: next(gathered))
-    texts = TextProbe.of(given[1], shared=True)
-    whole = TextProbe(texts.parts, shared=False).encode(model, given[1])
+    texts = TextProbe(shared=True)
+    assert texts.collect(given[1]) and not texts.is_complete
+    whole = TextProbe(shared=False, parts=texts.parts).encode(model, given[1])
     alone = [model.eval()(dict(given[1][i]))["sentence_embedding"] for i in range(2)]
     assert [len(x) for x in whole] == [7, 7]  # 3 of 5, 3 of 3, 1 of 1
     assert all(torch.allclose(w[3:6], a, atol=1e-6) for w, a in zip(whole, alone, strict=True))
@@ -291,3 +293,75 @@ def test_banks_of_each_rank_s_own_go_into_one_state_and_back(model, monkeypatch)
         monkeypatch.setattr(losses, "world_size", lambda world=world: world)
         with pytest.raises(ConfigError, match="banks of 2 ranks"):
             ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(state)
+
+
+def rows_of(columns: list[dict[str, Any]], start: int, end: int) -> list[dict[str, Any]]:
+    """Copies of some rows of a micro-batch."""
+    parts = []
+    for column in columns:
+        parts.append({key: x[start:end].clone() if torch.is_tensor(x) else x for key, x in column.items()})
+    return parts
+
+
+@pytest.mark.parametrize("make", [ContAccumLoss, CachedContAccumLoss])
+def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, make):
+    """At a rate that moves the encoder fast, entries retire as with micro-batches of eight."""
+    in_use = []
+    for n in (1, 8):
+        encoder = copy.deepcopy(model).double()
+        loss_fn = make(encoder, bank_size=256)
+        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3)
+        for update in range(20):
+            columns = features(encoder, 8, 2, seed=update)
+            for start in range(0, 8, n):
+                (loss_fn(rows_of(columns, start, start + n)) * n / 8).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loss_fn.info_nce.probe.embeddings.shape[2] == PROBE_TEXTS
+        in_use.append(loss_fn.info_nce.bank.in_use)
+    assert in_use == [8, 8]
+
+
+def test_while_the_probe_is_collected_the_means_stay_where_they_are(model):
+    """Else the sampling noise of a few pairs would move the bank within the first update."""
+    columns = features(model, PROBE_TEXTS - 1, 2)
+    loss_fn = ContAccumLoss(model, bank_size=64)
+    for start in range(PROBE_TEXTS - 1):
+        loss_fn(rows_of(columns, start, start + 1)).backward()
+    assert loss_fn.info_nce.probe is None
+    assert all(mean.mean.abs().max() == 0 for mean in (loss_fn.info_nce.query_mean, loss_fn.info_nce.passage_mean))
+
+
+def test_a_loss_restored_while_its_probe_is_collected_goes_on_collecting(model):
+    columns = features(model, PROBE_TEXTS, 2)
+    straight, first, restored = (ContAccumLoss(model, bank_size=64) for _ in range(3))
+    for start in range(PROBE_TEXTS):
+        straight(rows_of(columns, start, start + 1)).backward()
+        later = first if start < 5 else restored
+        if start == 5:
+            restored.load_bank_state_dict(first.bank_state_dict())
+        later(rows_of(columns, start, start + 1)).backward()
+    expected, state = straight.bank_state_dict(), restored.bank_state_dict()
+    assert restored.info_nce.probe is not None
+    assert expected.keys() == state.keys()
+    assert all(torch.equal(expected[key], state[key]) for key in expected)
+
+
+def test_a_probe_of_one_pair_is_refused():
+    with pytest.raises(ValueError, match="a probe of one pair has no spread"):
+        BankedInfoNCE(16).observe_probe(torch.randn(1, 8), torch.randn(1, 8))
+
+
+def test_texts_that_differ_in_case_alone_stay_duplicates_beside_ids_of_the_data_set(model):
+    """Ids in labels are hashes of the raw text; tokens of an uncased model are equal."""
+    texts = sentences(4)
+    columns = [model.preprocess(sentences(4, 1), task="query"), model.preprocess(texts, task="document")]
+    again = [
+        model.preprocess(sentences(4, 2), task="query"),
+        model.preprocess([x.upper() for x in texts], task="document"),
+    ]
+    loss_fn = ContAccumLoss(model, bank_size=64)
+    label = torch.arange(8).view(4, 2)
+    loss_fn(columns, label)
+    loss_fn(again, label + 100)
+    assert loss_fn.last["masked"].item() == pytest.approx(1 / 7)
