@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from sentence_transformers.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.util import cos_sim, dot_score
-from torch import Tensor
+from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS
 from contaccum.encoders import is_tied
@@ -21,6 +22,8 @@ from contaccum.errors import ConfigError
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
 from contaccum.probe import without_dropout
 from contaccum.training.arguments import ContAccumTrainingArguments
+
+logger = logging.getLogger(__name__)
 
 Columns = dict[str | None, list[str]]
 """Text columns in order, by the name of the set; None for a single one."""
@@ -99,35 +102,70 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
             )
 
 
-def settle_parameters(args: ContAccumTrainingArguments, model: SentenceTransformer, loss: Any) -> None:
+def settle_parameters(
+    args: ContAccumTrainingArguments, model: SentenceTransformer, loss: Any, features: list[dict[str, Any]]
+) -> None:
     """Make DDP wait for the gradients that come, and for no others.
 
     DDP looks for unused parameters after every column, and takes the query tower to be unused by the last. For losses
     that read sentence embeddings and nothing else, `freeze_unused` does that work, on any number of ranks. Losses
     with a gradient cache call the model once per backward pass, where DDP's search is right, and needed.
+
+    Args:
+        features: those of the first row of every training set, one dictionary for each column.
     """
     loss = innermost(loss)
     cached = uses_gradient_cache(loss)
-    known = isinstance(loss, (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss))
-    if known:
-        freeze_unused(model)
-    if not cached and (known or not is_tied(model)):
+    reads_embeddings_alone = isinstance(
+        loss, (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss)
+    )
+    if reads_embeddings_alone and features:
+        freeze_unused(model, features, freezes_unreached=args.world_size > 1 and not cached)
+    if not cached and (reads_embeddings_alone or not is_tied(model)):
         args.ddp_find_unused_parameters = False
 
 
-def freeze_unused(model: SentenceTransformer) -> None:
-    """Stop asking for gradients of parameters that no sentence embedding depends on, such as BERT's pooler.
+def freeze_unused(model: SentenceTransformer, features: list[dict[str, Any]], freezes_unreached: bool = False) -> None:
+    """Freeze parameters that take part in forward passes but in no sentence embedding, such as BERT's pooler.
 
-    They would never move anyway. One text is encoded for each task, without dropout.
+    Parameters of modules that do not run for these ``features`` stay as they are, because other rows may reach them: a
+    tower for pictures, a route of a Router. DDP cannot wait for such parameters; with ``freezes_unreached`` they are
+    frozen too, and a warning names them.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    used: set[str] = set()
-    for task in ("query", "document"):
-        features = model.preprocess(["a"], task=task)
-        features = {key: x.to(model.device) if isinstance(x, Tensor) else x for key, x in features.items()}
-        with torch.enable_grad(), without_dropout(model):
-            embedding = model(features)["sentence_embedding"]
-        gradients = torch.autograd.grad(embedding.sum(), list(parameters.values()), allow_unused=True)
-        used |= {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
-    for name in parameters.keys() - used:
+    ran, used = _find_used_parameters(model, features, parameters)
+    unused = [name for name in parameters if name not in used]
+    unreached = []
+    for name in unused:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if module not in ran:
+            unreached.append(name)
+    if unreached and freezes_unreached:
+        shown = ", ".join(unreached[:3]) + (", ..." if len(unreached) > 3 else "")
+        logger.warning(
+            f"{len(unreached)} parameters are frozen ({shown}): the first row of the training data does not reach "
+            "them, and with several processes every update would have to. Train in one process if later rows do"
+        )
+        unreached = []
+    for name in set(unused) - set(unreached):
         parameters[name].requires_grad_(False)
+
+
+def _find_used_parameters(
+    model: SentenceTransformer, features: list[dict[str, Any]], parameters: dict[str, nn.Parameter]
+) -> tuple[set[nn.Module], set[str]]:
+    """Encode each column without dropout: the modules that ran, and the parameters that embeddings depend on."""
+    ran: set[nn.Module] = set()
+    used: set[str] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: ran.add(module)) for module in model.modules()]
+    try:
+        for column in features:
+            on_device = {key: x.to(model.device) if isinstance(x, Tensor) else x for key, x in column.items()}
+            with torch.enable_grad(), without_dropout(model):
+                embedding = model(on_device)["sentence_embedding"]
+            gradients = torch.autograd.grad(embedding.sum(), list(parameters.values()), allow_unused=True)
+            used |= {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ran, used

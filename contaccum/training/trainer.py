@@ -103,10 +103,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         log.describe_in_card(model.model_card_data, model, args, data_record or {}, own_loss=loss is not None)
         loss = make_loss(model, args, guide) if loss is None else loss
         check_columns(args, loss, columns)
-        settle_parameters(args, model, loss)
-        # Of all, and of those that train; counted here, as ZeRO-3 leaves parameters empty.
-        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        self.parameters, self.trained_parameters = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
         self.data_record = dict(data_record or {})
         args.hub_strategy = HubStrategy.END  # else transformers uploads output_dir at each checkpoint, run.json and all
@@ -115,6 +111,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
+        settle_parameters(args, model, loss, self._features_of_first_rows())
+        # Counted here, as ZeRO-3 leaves parameters empty later on.
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
             raise ConfigError("fsdp with adapters of two towers: FSDP cannot shard the base that they share. Use DDP")
         unset_hf_deepspeed_config()  # as the arguments have: the accelerator has set it again
@@ -130,6 +130,17 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.add_callback(EvaluationCallback(self))
         self.signals = SignalCallback()
         self.add_callback(self.signals)
+
+    def _features_of_first_rows(self) -> list[dict[str, Any]]:
+        """Collate the first row of every training set: one dictionary of features for each column."""
+        datasets = self.train_dataset.values() if isinstance(self.train_dataset, dict) else [self.train_dataset]
+        features: list[dict[str, Any]] = []
+        for dataset in datasets:
+            row = next(iter(dataset), None) if dataset is not None else None
+            if row is not None:
+                columns, _ = self.collect_features(self.data_collator([row]))
+                features += columns
+        return features
 
     def bank_losses(self) -> Iterator[ContAccumLoss]:
         """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
@@ -231,6 +242,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.updates.rows_fit = checkpoint.facts_of(self._checkpoint)["rows_fit"]
         for prefix, _, load in self._parts():
             load({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Fetch the micro-batches of an update, as in transformers, and count their pairs for the loss."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.updates.count_pairs(batches)
+        return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch."""

@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Update:
     learning_rate: float | None = None
     about: dict[str, Any] = field(default_factory=dict)  # what else its line in the log says
     pairs: int = 0  # of its micro-batches so far, on this rank
+    expected_pairs: Counter[str | None] = field(default_factory=Counter)  # of all of them, by data set, on this rank
 
 
 class Updates:
@@ -110,17 +112,30 @@ class Updates:
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         return 1.0 if scaler is None else scaler.get_scale()
 
+    def count_pairs(self, batches: list[dict[str, Any]]) -> None:
+        """Count the pairs of the update that begins, from its collated micro-batches."""
+        for inputs in batches:
+            self.present.expected_pairs[inputs.get("dataset_name")] += self._pairs_of(inputs)
+
+    def _announce_pairs(self) -> None:
+        """Tell every ContAccumLoss how many pairs of this update it will get: of all ranks, if they share its bank."""
+        expected, losses = self.present.expected_pairs, self.trainer.loss
+        for bank_loss in self.trainer.bank_losses():
+            pairs = expected.total()
+            if isinstance(losses, dict):
+                pairs = sum(expected[name] for name, loss in losses.items() if bank_loss in loss.modules())
+            if bank_loss.settings["gather_across_devices"]:
+                pairs = int(over_ranks("SUM", torch.tensor(pairs, device=self.trainer.args.device)))
+            bank_loss.begin_update(pairs)
+
     def _pairs_of(self, inputs: dict[str, Any]) -> int:
         return rows_in(self.trainer.collect_features(inputs)[0][0]) or 0
 
     def _micro_steps(self, model: nn.Module, first: int) -> Tensor:
         """Micro-steps of the micro-batches from ``first`` on; the loss of the last one."""
         update = self.present
-        if first == 0 and not isinstance(self.trainer.loss, dict):  # else each gets a part that nobody knows
-            pairs = self._pairs_of(update.inputs[0]) * self.trainer.current_gradient_accumulation_steps
-            own = torch.tensor(pairs, device=self.trainer.args.device)
-            for one in self.trainer.bank_losses():
-                one.begin_update(int(over_ranks("SUM", own)) if one.settings["gather_across_devices"] else pairs)
+        if first == 0:
+            self._announce_pairs()
         loss = torch.zeros((), device=self.trainer.args.device)
         for index in range(first, len(update.inputs)):
             inputs, is_last = update.inputs[index], index == len(update.inputs) - 1

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from huggingface_hub import HfApi
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.losses import MatryoshkaLoss
+from sentence_transformers.sentence_transformer.modules import Router
 from tiny_models import tiny_encoder
 from tiny_runs import RUN, SAVES, assert_resumes, differing, log_of, pairs, state_of, trainer_in
 from torch import Tensor
@@ -26,10 +27,10 @@ from contaccum.training.log import RUN_RECORD, CollapseWatch
 from contaccum.training.options import METHODS
 
 
-def test_at_most_ten_methods_of_the_parents_are_overridden():
+def test_at_most_eleven_methods_of_the_parents_are_overridden():
     own = {name for name, value in vars(ContAccumTrainer).items() if inspect.isfunction(value)}
     overridden = {name for name in own if hasattr(SentenceTransformerTrainer, name)}
-    assert len(overridden) <= 10, overridden
+    assert len(overridden) <= 11, overridden
     for name in overridden - {"__init__"}:
         if name.startswith("_"):
             assert "# Private: " in inspect.getsource(getattr(ContAccumTrainer, name))
@@ -269,3 +270,57 @@ def test_a_compiled_model_trains_as_one_that_is_not(tmp_path, tied):
     for plain, fast in zip(*runs, strict=True):
         for key in ("loss", "grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill"):
             assert fast[key] == pytest.approx(plain[key], rel=1e-4), key
+
+
+def test_a_route_that_only_the_training_data_reach_is_trained(tmp_path):
+    """Positives take a third route; the poolers, which no embedding depends on, are frozen in every route that runs."""
+    encoders = {task: tiny_encoder(tied=True) for task in ("query", "document", "summary")}
+    router = Router({task: [encoder[0], encoder[1]] for task, encoder in encoders.items()})
+    model = SentenceTransformer(modules=[router], device="cpu")
+    mapping = {"query": "query", "positive": "summary"}
+    trainer = trainer_in(tmp_path, model=model, router_mapping=mapping)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert {name.split(".")[2] for name in moved} == {"query", "summary"}
+    assert len(frozen) == 4 and all(".pooler." in name for name in frozen)
+    assert {name.split(".")[2] for name in frozen} == {"query", "summary"}
+
+
+@pytest.mark.parametrize("rows", [43, 41])
+def test_the_last_update_of_an_epoch_is_centred_over_its_own_pairs(tmp_path, rows):
+    """Updates of 12 pairs, but the last of the epoch: of 7 or of 5, in two micro-batches of which the last is short."""
+    trainer = trainer_in(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
+    announced = []
+    info_nce_of = trainer.loss._of_size
+    begin_update = ContAccumLoss.begin_update
+    trainer.loss.begin_update = lambda pairs: (announced.append(pairs), begin_update(trainer.loss, pairs))
+    trainer.train()
+    last = rows % 12
+    assert announced == [12, 12, 12, last] * 2
+    assert info_nce_of(16).centering.pairs == last
+    assert [line["pairs"] for line in log_of(tmp_path)] == announced
+
+
+def test_of_several_losses_each_is_announced_the_pairs_of_its_own_data_set(tmp_path):
+    data = DatasetDict(one=pairs(20), two=pairs(16))
+    model = tiny_encoder()
+    losses = {name: ContAccumLoss(model, bank_size=16) for name in data}
+    trainer = trainer_in(tmp_path, data=data, model=model, loss=losses)
+    announced: dict[str, list[int]] = {name: [] for name in data}
+    trained: dict[str, list[int]] = {name: [] for name in data}
+    for name, loss in losses.items():
+
+        def begin_update(pairs: int, name: str = name) -> None:
+            announced[name].append(pairs)
+            trained[name].append(0)
+
+        def count_pairs(module: Any, inputs: Any, output: Any, name: str = name) -> None:
+            trained[name][-1] += 4
+
+        loss.begin_update = begin_update
+        loss.register_forward_hook(count_pairs)
+    trainer.train()
+    assert announced == trained
+    assert {name: sum(counts) for name, counts in trained.items()} == {"one": 20, "two": 16}
