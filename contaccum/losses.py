@@ -368,12 +368,12 @@ def _both_ids(label_ids: Tensor | None, token_ids: Tensor | None) -> Tensor | No
 
     Texts that differ in case, in white space or behind the truncation have equal tokens but no equal label.
     """
-    if label_ids is None and token_ids is None:
+    present = label_ids if label_ids is not None else token_ids
+    if present is None:
         return None
-    missing = torch.full_like(token_ids if label_ids is None else label_ids, NO_ID)
-    label_ids = missing if label_ids is None else label_ids
-    token_ids = missing if token_ids is None else token_ids
-    return torch.stack([label_ids, token_ids.to(label_ids.device)], dim=1)
+    missing = torch.full_like(present, NO_ID)
+    both = [missing if ids is None else ids.to(present.device) for ids in (label_ids, token_ids)]
+    return torch.stack(both, dim=1)
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):

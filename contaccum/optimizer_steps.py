@@ -1,8 +1,9 @@
 """Notice optimizer steps, so that no training loop has to report its updates.
 
-torch calls a hook after every optimizer step of the process. A step ends an update if a training forward came since the
-last update. The parameters that the step changed do not matter. So gradient caches, adapters and engines that step
-copies of the weights (ZeRO) need no special case, and ZeRO's several steps of an update, one for each group, count once.
+torch calls a hook after every optimizer step of the process. A step ends an update if a training forward came since
+the last update. The parameters that the step changed do not matter. So gradient caches, adapters and engines that step
+copies of the weights (ZeRO) need no special case. ZeRO steps several times in an update, once for each group; that
+counts once.
 
 This is wrong in one case: a second optimizer in the same process, of another model, that steps between two
 micro-batches of one update. That step counts as the end of the update. docs/loops.md says what to do.

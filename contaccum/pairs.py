@@ -115,8 +115,8 @@ class Pairs(NamedTuple):
 
     queries: Tensor  # (n, d)
     columns: Tensor  # (n, 1 + h, d): the passage that came with each query, then its hard negatives
-    # int64 (2 * IDS_PER_TEXT, n, 1 + h): the id of the query that a passage came with (NO_ID at hard negatives), and its
-    # own; then the same for the texts' second ids.
+    # int64 (2 * IDS_PER_TEXT, n, 1 + h): the id of the query that a passage came with (NO_ID at hard negatives), and
+    # its own; then the same for the texts' second ids.
     ids: Tensor
     named: bool  # False: no ids came, so that nothing of these pairs is masked by them
     temperature: float | Tensor = 1.0

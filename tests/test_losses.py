@@ -354,12 +354,10 @@ def test_a_probe_of_one_pair_is_refused():
 
 def test_texts_that_differ_in_case_alone_stay_duplicates_beside_ids_of_the_data_set(model):
     """Ids in labels are hashes of the raw text; tokens of an uncased model are equal."""
-    texts = sentences(4)
-    columns = [model.preprocess(sentences(4, 1), task="query"), model.preprocess(texts, task="document")]
-    again = [
-        model.preprocess(sentences(4, 2), task="query"),
-        model.preprocess([x.upper() for x in texts], task="document"),
-    ]
+    queries, others, passages = (sentences(4, seed) for seed in range(3))
+    upper_case = [passage.upper() for passage in passages]
+    columns = [model.preprocess(queries, task="query"), model.preprocess(passages, task="document")]
+    again = [model.preprocess(others, task="query"), model.preprocess(upper_case, task="document")]
     loss_fn = ContAccumLoss(model, bank_size=64)
     label = torch.arange(8).view(4, 2)
     loss_fn(columns, label)
