@@ -362,6 +362,7 @@ class BankedInfoNCE(Banks):
         bank = self.prepare(queries.shape[1], 0, fresh[0])
         if bank is None:
             return
+        is_first = self.probe is None
         if self.probe is None:
             self.probe = DriftProbe(fresh[0].shape, self.bank_size, fresh[0].dtype, fresh[0].device)
         shift = self.probe.observe(fresh[0], fresh[1], bank.updates, bank.pairs)
@@ -377,7 +378,8 @@ class BankedInfoNCE(Banks):
             limit = int(over_ranks("MIN", torch.tensor(limit, device=fresh[0].device))) if self._shared else limit
             for one in self.banks.values():
                 one.limit = limit
-                one.encoder_moved()
+                if not is_first:  # which may come within an update, before anything has moved
+                    one.encoder_moved()
                 if weighs:
                     one.weigh(partial(self.probe.log_weight, residuals.tolist()))
 

@@ -322,14 +322,19 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, ma
     assert in_use == [8, 8]
 
 
-def test_while_the_probe_is_collected_the_means_stay_where_they_are(model):
-    """Else the sampling noise of a few pairs would move the bank within the first update."""
-    columns = features(model, PROBE_TEXTS - 1, 2)
-    loss_fn = ContAccumLoss(model, bank_size=64)
-    for start in range(PROBE_TEXTS - 1):
-        loss_fn(rows_of(columns, start, start + 1)).backward()
-    assert loss_fn.info_nce.probe is None
-    assert all(mean.mean.abs().max() == 0 for mean in (loss_fn.info_nce.query_mean, loss_fn.info_nce.passage_mean))
+def test_within_the_first_update_nothing_is_moved_or_centred_though_the_probe_is_completed_in_it(model):
+    """Neither the means, which the sampling noise of a few pairs would move, nor centring may begin within it."""
+    columns = features(model.double(), PROBE_TEXTS + 4, 2)
+    gradients = []
+    for settings in ({}, {"drift_compensation": "none", "center_gradients": "none"}):
+        loss_fn = ContAccumLoss(model, bank_size=64, **settings)
+        model.zero_grad()
+        for start in range(PROBE_TEXTS + 4):
+            loss_fn(rows_of(columns, start, start + 1)).backward()
+        assert (loss_fn.info_nce.probe is not None) == (not settings)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert gradients[1].abs().max() > 1e-3
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-12
 
 
 def test_a_loss_restored_while_its_probe_is_collected_goes_on_collecting(model):
