@@ -5,7 +5,6 @@ Reads what the runs left; trains and draws nothing. The tables are those of repo
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +47,8 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         failed: name of the run -> why.
         about: command, settings, data, tuning, versions, commit; taken over as it is.
     """
-    from contaccum.comparison.plan import loss_settings  # here, so that a page is drawn without torch
+    # Imported here, so that a page is drawn without torch.
+    from contaccum.comparison.plan import changed_settings, loss_settings
 
     left_out = ("evaluations", "identity")
     settings = loss_settings(plan)
@@ -60,7 +60,8 @@ def build_report(plan: Plan, results: Results, failed: Mapping[str, str], about:
         "grid": {key: list(values) for key, values in plan.grid.items()},
         "entries": [entry._asdict() for entry in plan.entries],
         "tricks": {"settings": settings, "said": _said(settings)},
-        "warnings": [*_tuning_warnings(about), *_unfair(plan, results)],
+        "changed_settings": changed_settings(plan),
+        "warnings": [*_tuning_warnings(about), *_fairness_warnings(plan, results)],
         "failed": dict(failed),
         "groups": {group.name: _summary(group, plan.seeds, results) for group in plan.groups.values()},
         "comparisons": _compare(plan, results),
@@ -132,46 +133,116 @@ def _said(settings: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _tuning_warnings(about: Mapping[str, Any]) -> list[str]:
-    """Groups whose best value lies at an end of what was tried, or that have none, and sets that are no test."""
+    """Warn of entries without a best value or with one at an end of those tried, and of data that chose the value."""
     tuning = about.get("tuning")
     if not tuning:
         return []
-    key, lines = tuning["key"], []
-    for name, group in tuning["groups"].items():
-        tried = len(group["scores"])
+    key = tuning["key"]
+    cases: dict[str, list[str]] = {}
+    for group in tuning["groups"].values():
+        cell = cell_name(group["labels"])
         if group["chosen"] is None:
-            lines.append(f"{name}: every {key} tried failed, so that it has no final runs")
+            text = f"{group['entry']}: every {key} tried failed, so that it has no final runs"
+            cases.setdefault(text, []).extend([cell] if cell else [])
         elif group["at_end"]:
-            lines.append(f"{name}: its best {key}, {group['chosen']}, is at an end of the {tried} tried")
-    seen = {data["fingerprint"] for data in tuning["data"]}
-    both = [data["name"] for data in about["data"]["evaluation"] if data["fingerprint"] in seen]
-    return lines + [f"{name}: {key} was chosen on this data, so that its scores are no test" for name in both]
+            text = f"{group['entry']}: its best {key} is at an end of the values tried"
+            best = f"{group['chosen']} of {len(group['scores'])}"
+            cases.setdefault(text, []).append(f"{cell}: {best}" if cell else best)
+    lines = [f"{text} ({'; '.join(details)})" if details else text for text, details in cases.items()]
+    tuning_data = {data["fingerprint"] for data in tuning["data"]}
+    for data in about["data"]["evaluation"]:
+        if data["fingerprint"] in tuning_data:
+            lines.append(f"{data['name']}: {key} was chosen on this data, so that its scores are no test")
+    return lines
 
 
-def _unfair(plan: Plan, results: Results) -> list[str]:
-    """What runs had other than their baseline's of the same seed, and should not have."""
-    checks = {
-        "initial_weights": "began with other weights",
-        "data_order": "saw other pairs in some update (another batch sampler, or pairs per update?)",
-        "pairs_per_update": "has other pairs per update",
-        "updates": "made another number of updates",
-        "git_commit": "was of another commit of contaccum",
-        "versions": "had other versions of packages",
-        "machine": "was on another machine, or had other threads,",
-    }
-    said = set()
-    for names, seed in itertools.product(plan.pairs, plan.seeds):
-        mine, theirs = (results.get(plan.groups[name].run(seed)) for name in names)
-        if mine and theirs:
-            differing = [phrase for key, phrase in checks.items() if mine[key] != theirs[key]]
-            said |= {f"{mine['name']} {phrase} than {theirs['name']}" for phrase in differing}
-    return sorted(said)
+# Key of a run's result that must be the same as the baseline's -> what a warning says when it is not.
+_SAME_AS_BASELINE = {
+    "initial_weights": "began with other weights",
+    "data_order": "saw other pairs in some update (another batch sampler, or pairs per update?)",
+    "pairs_per_update": "has other pairs per update",
+    "updates": "made another number of updates",
+    "git_commit": "was of another commit of contaccum",
+    "versions": "had other versions of packages",
+    "machine": "was on another machine, or had other threads,",
+}
+
+
+def _fairness_warnings(plan: Plan, results: Results) -> list[str]:
+    """Warn, once for each entry, of what its runs had other than their baseline's runs of the same seed.
+
+    A warning names the seeds that it concerns, and the cells of the grid where these are not the same in every cell.
+    """
+    cells_by_entry: dict[str, set[str]] = {}
+    concerned: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    for (name, baseline_name), labels in plan.pairs.items():
+        group = plan.groups[name]
+        baseline = plan.groups[baseline_name]
+        cell = cell_name(labels)
+        cells_by_entry.setdefault(group.entry, set()).add(cell)
+        for seed in plan.seeds:
+            run = results.get(group.run(seed))
+            baseline_run = results.get(baseline.run(seed))
+            if run is None or baseline_run is None:
+                continue
+            for key, phrase in _SAME_AS_BASELINE.items():
+                if run[key] != baseline_run[key]:
+                    seeds = concerned.setdefault((group.entry, phrase, baseline.entry), {})
+                    seeds.setdefault(cell, []).append(seed)
+    lines = []
+    for (entry, phrase, baseline_entry), seeds_by_cell in concerned.items():
+        texts = {cell: _seeds_text(seeds) for cell, seeds in seeds_by_cell.items()}
+        same_in_all_cells = seeds_by_cell.keys() == cells_by_entry[entry] and len(set(texts.values())) == 1
+        if same_in_all_cells:
+            details = next(iter(texts.values()))
+        else:
+            details = "; ".join(f"{cell}, {text}" for cell, text in texts.items())
+        lines.append(f"{entry} {phrase} than {baseline_entry}: {details}")
+    return lines
+
+
+def _seeds_text(seeds: Sequence[int]) -> str:
+    """Return "seed 3", or "seeds 0, 1 and 2"."""
+    noun = "seed" if len(seeds) == 1 else "seeds"
+    return f"{noun} {join_words([str(seed) for seed in seeds])}"
+
+
+def cell_name(labels: Mapping[str, str]) -> str:
+    """Return the grid's values of a group as a reader sees them: "bank_size=8, learning_rate=1e-3"."""
+    return ", ".join(f"{key}={value}" for key, value in labels.items())
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Return "a", "a and b", or "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """report.md: what was compared, what came out, what it cost."""
-    given = {"report": report, "metrics": METRICS, "rows": table_rows, "cost": COST, "notes": NOTES}
-    return template(Path(__file__).with_name("report.md.j2")).render(given)
+    """Return the text of report.md: the result, its warnings, other metrics, costs, then what was compared and how."""
+    main_metric, *other_metrics = METRICS
+    differing_settings = {}
+    common_settings = {}
+    for key, value_by_entry in report["changed_settings"].items():
+        values = list(value_by_entry.values())
+        if len(set(values)) == 1:
+            common_settings[key] = values[0]
+        else:
+            differing_settings[key] = values
+    context = {
+        "report": report,
+        "metric_titles": METRICS,
+        "main_metric": main_metric,
+        "other_metrics": other_metrics,
+        "rows": table_rows,
+        "cost": COST,
+        "notes": NOTES,
+        "differing_settings": differing_settings,
+        "common_settings": common_settings,
+        "join_words": join_words,
+    }
+    return template(Path(__file__).with_name("report.md.j2")).render(context)
 
 
 def template(path: Path, **more: Any) -> Any:
