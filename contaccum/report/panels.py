@@ -33,12 +33,14 @@ _STYLE: Any = {  # typed as Any because matplotlib's type for the keys is a lite
     "xtick.color": _INK,
     "ytick.color": _INK,
 }
-# Keys of train_log.jsonl that are plotted; docs/drift.md explains them.
-_LOG_KEYS = (
-    *("loss", "grad_norm_ratio", "grad_norm_query", "grad_norm_passage", "bank_fill", "bank_age"),
+EVAL_METRIC = "eval_ndcg@10"
+"""The metric of eval_log.jsonl that is plotted first, and by which a run's best evaluation is chosen."""
+# Keys of train_log.jsonl that are plotted; docs/drift.md and docs/training.md explain them.
+_MAIN_KEYS = ("loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill")
+_DIAGNOSTIC_KEYS = (
+    *("grad_norm_ratio", "bank_age", "bank_mass", "in_batch_mass", "bank_mass_aged"),
     *("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage"),
-    *("drift_residual_query", "drift_residual_passage", "bank_mass", "in_batch_mass", "bank_mass_aged"),
-    *("masked", "embedding_spread", "peak_memory_mb"),
+    *("drift_residual_query", "drift_residual_passage", "masked", "embedding_spread", "peak_memory_mb"),
 )
 _FEW_POINTS = 40  # a line of fewer points has a marker at each
 
@@ -54,12 +56,14 @@ class Panel(NamedTuple):
             drawn, but the position of its name still sets the colours of the others.
         unit: label of the x axis.
         log_x: whether the x axis is logarithmic.
+        is_diagnostic: whether the page folds the plot away.
     """
 
     title: str
     lines: Mapping[str, Sequence[Points]]
     unit: str = "update"
     log_x: bool = False
+    is_diagnostic: bool = False
 
     def draw(self, axes: Any) -> None:
         """Draw the lines onto axes of matplotlib, each as far as its shortest run goes."""
@@ -76,6 +80,8 @@ class Panel(NamedTuple):
             if len(runs) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(self.unit)
+        if self.unit == "update":
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if self.log_x:
             # Ticks are set at the points: matplotlib's own tick labels are formulas, which parse_math=False breaks.
             ticks = sorted({x for runs in self.lines.values() for run in runs for x, _ in run})
@@ -85,9 +91,11 @@ class Panel(NamedTuple):
 
 
 def log_panels(
-    logs: Mapping[str, Sequence[Log]], keys: Sequence[str] = _LOG_KEYS, x_key: str = "update"
+    logs: Mapping[str, Sequence[Log]],
+    keys: Sequence[str] = (*_MAIN_KEYS, *_DIAGNOSTIC_KEYS),
+    x_key: str = "update",
 ) -> list[Panel]:
-    """Return a panel for each key that some log holds.
+    """Return a panel for each key that some log holds; all but the main keys are diagnostics.
 
     Args:
         logs: {name of the line: the log of one run, or those of several seeds}.
@@ -96,7 +104,7 @@ def log_panels(
     for key in keys:
         lines = {name: [_points(log, x_key, key) for log in runs] for name, runs in logs.items()}
         if any(points for runs in lines.values() for points in runs):
-            panels.append(Panel(key, lines))
+            panels.append(Panel(key, lines, is_diagnostic=key not in (EVAL_METRIC, *_MAIN_KEYS)))
     return panels
 
 
@@ -162,14 +170,19 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
         figure.savefig(path, format="png", dpi=110)
 
 
-def to_svg(panel: Panel) -> str:
-    """Return a panel as an SVG element for the page, with escaped texts, in the page's colour of text."""
+def to_svg(panel: Panel, salt: str) -> str:
+    """Return a panel as an SVG element for the page, with escaped texts, in the page's colour of text.
+
+    Args:
+        salt: another text for each picture of a page. matplotlib names clip paths and markers by hashes, which must
+            differ between pictures: a browser takes the first of equal names, and finds nothing where that one is
+            folded away.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     output = io.StringIO()
-    # matplotlib names clip paths and markers by hashes, which must differ between the pictures of a page.
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": panel.title}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
         figure = Figure(figsize=(4.4, 2.5), layout="constrained")
         panel.draw(figure.subplots())
         figure.savefig(output, format="svg", transparent=True)

@@ -5,6 +5,7 @@ Nothing is computed or drawn here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,10 +57,19 @@ def read_source(path: Path) -> Iterator[Source]:
         for file in result_files(path):
             record = read_result(file)
             model = (record.get("model") or {}).get("name")
-            yield Source("evaluation", Path(model or file.stem).name, record)
+            yield Source("evaluation", _model_name(model or file.stem), record)
     else:
         mend = "give a folder of `contaccum train` or `compare`, or a file of `contaccum evaluate` or `open_qa`"
         raise UserError(f"{path}: nothing that can be reported ({mend})")
+
+
+def _model_name(model: str) -> str:
+    """Return the last name of a model's path; the last two where the last says nothing of the model."""
+    path = Path(model)
+    says_nothing = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
+    if says_nothing and path.parent.name:
+        return f"{path.parent.name}/{path.name}"
+    return path.name
 
 
 def read_comparison(path: Path) -> Source:
