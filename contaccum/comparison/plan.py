@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice, our_name
-from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, OF_A_BANK, ContAccumTrainingArguments
+from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, OF_A_BANK, ContAccumTrainingArguments, name_of
 from contaccum.training.config import as_options, parse
 from contaccum.training.options import METHODS, DataArguments, ModelArguments
 
@@ -22,6 +22,8 @@ Options = Mapping[str, Sequence[str]]
 
 _KEYS = frozenset(f.name for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments) for f in fields(cls))
 _SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
+# Options that every run of a comparison has: the model is scored in the run's process, and output goes to files.
+_SAME_IN_EVERY_RUN = {"save_strategy": ["no"], "disable_tqdm": ["true"]}
 
 
 class Entry(NamedTuple):
@@ -186,8 +188,66 @@ def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
     return found
 
 
+def changed_settings(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return {setting: {entry: its value}} for the settings that are worth reading.
+
+    These are the settings of the loss, and those that some run was given, whose values differ between the entries or
+    from the default. A value is "-" where the setting means nothing to the method; values of several cells of the grid
+    are joined by "or".
+    """
+    values_by_entry = {entry.name: _entry_values(plan, entry) for entry in plan.entries}
+    given = {key for group in plan.groups.values() for key in group.options}
+    given -= {"method", *_SAME_IN_EVERY_RUN}
+    changed = {}
+    for key, default in _DEFAULTS.items():
+        if key not in given and key not in LOSS_SETTINGS:
+            continue
+        values = {name: values_by_entry[name][key] for name in values_by_entry}
+        used = set(values.values()) - {"-"}
+        differs_from_default = key in given and used != {default}
+        if used and (len(used) > 1 or differs_from_default):
+            changed[key] = values
+    return changed
+
+
+def _entry_values(plan: Plan, entry: Entry) -> dict[str, str]:
+    """Return {setting: its value, or the values of the entry's groups joined by "or"}."""
+    values: dict[str, dict[str, None]] = {}
+    for group in plan.groups.values():
+        if group.entry != entry.name:
+            continue
+        model, data, training = group.parsed
+        # to_dict has batch sizes as they were given, also where the method encodes an update at once.
+        settings = {**vars(model), **vars(data), **training.to_dict()}
+        for key in _DEFAULTS:
+            shown = _shown(settings.get(key)) if _applies(key, entry.method) else "-"
+            values.setdefault(key, {})[shown] = None
+    return {key: " or ".join(values.get(key, ["-"])) for key in _DEFAULTS}
+
+
 def _shown(value: Any) -> str:
-    return "default" if value is None else ", ".join(value) if isinstance(value, list) else str(value).lower()
+    """Return a setting's value as a report shows it."""
+    if value is None:
+        return "default"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return name_of(value)
+
+
+def _default(setting: Field[Any]) -> str:
+    """Return the default of a dataclass's field as a report shows it."""
+    if setting.default_factory is not MISSING:
+        return _shown(setting.default_factory())
+    return _shown(setting.default)
+
+
+_DEFAULTS = {
+    setting.name: _default(setting)
+    for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments)
+    for setting in fields(cls)
+}
 
 
 def as_tokens(options: Options) -> list[str]:
@@ -229,7 +289,7 @@ def _name(entry: str, labels: Mapping[str, str]) -> str:
 def _group(name: str, entry: Entry, labels: dict[str, str], options: Options) -> Group:
     chosen = {key: list(values) for key, values in options.items() if _applies(key, entry.method)}
     chosen |= {key: [value] for key, value in {**labels, **entry.overrides, "method": entry.method}.items()}
-    chosen |= {"save_strategy": ["no"], "disable_tqdm": ["true"]}
+    chosen |= _SAME_IN_EVERY_RUN
     if entry.method == "in_batch":  # all pairs of an update at once, which the other methods accumulate to
         pairs = _parse(name, {**chosen, "method": ["grad_accum"]})[2].total_train_batch_size
         chosen |= {"per_device_train_batch_size": [str(pairs)], "gradient_accumulation_steps": ["1"]}

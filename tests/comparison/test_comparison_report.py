@@ -95,15 +95,31 @@ def test_a_baseline_with_a_bank_is_compared_in_each_cell(tokens):
     assert "| grad_accum | (16) |" in markdown(report)
 
 
-def test_unequal_beginnings_and_data_are_said_first(plan):
+def test_a_difference_to_the_baseline_is_said_once_per_entry_with_its_seeds(plan):
     results = made_up(plan)
-    odd = results["contaccum_bank_size-8_seed-1"]
-    odd |= {"initial_weights": "other", "data_order": "other", "updates": 9}
-    report = build_report(plan, results, {}, ABOUT)
-    assert len(report["warnings"]) == 3
-    assert all(line.startswith(odd["name"]) and "grad_accum_seed-1" in line for line in report["warnings"])
-    text = markdown(report)
-    assert text.index("## Take care") < text.index("## beir")
+    for seed in (0, 1):
+        for bank_size in (8, 16):
+            results[f"contaccum_bank_size-{bank_size}_seed-{seed}"]["git_commit"] = "other"
+    results["contaccum_bank_size-8_seed-1"] |= {"initial_weights": "other", "updates": 9}
+    assert build_report(plan, results, {}, ABOUT)["warnings"] == [
+        "contaccum was of another commit of contaccum than grad_accum: seeds 0 and 1",
+        "contaccum began with other weights than grad_accum: bank_size=8, seed 1",
+        "contaccum made another number of updates than grad_accum: bank_size=8, seed 1",
+    ]
+
+
+def test_the_report_begins_with_the_result_then_warnings_then_what_was_compared(plan):
+    results = made_up(plan)
+    results["contaccum_bank_size-8_seed-1"]["initial_weights"] = "other"
+    text = markdown(build_report(plan, results, {}, ABOUT))
+    headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    assert headings == [
+        "grad_accum, contaccum and published on beir",
+        *("Result", "nDCG@10 on beir", "Take care", "Other metrics"),
+        *("Recall@100 on beir", "MRR@10 on beir", "Top-20 accuracy on beir"),
+        *("Cost", "What was compared", "Settings", "How to read it"),
+    ]
+    assert text.index("| contaccum | 16 |") < text.index("## Take care")
 
 
 def test_runs_that_failed_are_named_and_the_rest_is_reported(plan):
@@ -124,7 +140,7 @@ def test_report_to_read_has_every_metric_and_cost(plan):
     text = markdown(report)
     lines = text.splitlines()
     for metric, shown in METRICS.items():
-        start = lines.index(f"### {shown}")
+        start = lines.index(f"### {shown} on beir")
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[start + 4 : start + 9]]
         expected = [(r["entry"], f"{r['mean']:.4f}") for r in table_rows(report, "beir", metric)]
         assert [(c[0], c[2]) for c in cells] == expected and {len(c) for c in cells} == {8}
@@ -158,3 +174,30 @@ def test_settings_of_the_loss_that_a_method_has_not_are_named_and_dashes(tokens)
     assert said == "Of the loss's settings all had, with different values: temperature."
     alone = make_plan(read_options([], tokens), ["grad_accum", "grad_cache"], [], [], [0])
     assert build_report(alone, {}, {}, ABOUT)["tricks"]["said"] == "All entries had the same settings of the loss."
+
+
+def test_settings_are_listed_that_differ_between_entries_or_from_their_default(tokens):
+    variants = [["published", "drift_compensation=none", "query_prompt=a|b"]]
+    given = ["--temperature=0.1", "--normalize_by=local", "--learning_rate=5e-5"]
+    methods = ["grad_cache", "contaccum", "pre_batch", "in_batch"]
+    plan = make_plan(read_options([], [*tokens, *given]), methods, variants, ["bank_size=8,16"], [0])
+    text = markdown(build_report(plan, {}, {}, ABOUT))
+    settings = text[text.index("## Settings") : text.index("## How to read it")]
+    table = [line for line in settings.splitlines() if line.startswith("|")]
+    assert table[0] == "| setting | grad_cache | contaccum | pre_batch | in_batch | published |"
+    assert set(table[2:]) == {
+        "| per_device_train_batch_size | 4 | 4 | 4 | 12 | 4 |",
+        "| gradient_accumulation_steps | 3 | 3 | 3 | 1 | 3 |",
+        "| bank_size | - | 8 or 16 | 8 or 16 | - | 8 or 16 |",
+        "| query_bank_size | - | default | 0 | - | default |",
+        "| drift_compensation | - | auto | auto | - | none |",
+        r"| query_prompt | default | default | default | default | a\|b |",
+    }
+    common = {line.partition(":")[0] for line in settings.splitlines() if line.startswith("- ")}
+    assert common == {"- model", "- train_data", "- num_train_epochs", "- temperature", "- use_cpu"}
+    assert "- temperature: 0.1\n" in settings
+
+
+def test_settings_that_are_all_at_their_default_make_no_table(tokens):
+    plan = make_plan({"model": ["m"], "train_data": ["d"]}, ["grad_accum", "contaccum"], [], [], [0])
+    assert set(build_report(plan, {}, {}, ABOUT)["changed_settings"]) == {"model", "train_data"}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def test_everything_mixes_on_one_page_that_needs_nothing_else(page):
-    for title in ("Training", "made (test)", "eval_ndcg@10", "drift_cosine_query"):
+    for title in ("Training", "Result on made (test)", "eval_ndcg@10", "drift_cosine_query"):
         assert f">{title}</" in page
     assert page.count("<style>") == 1 and page.count("<svg ") == 5
     assert not re.search(r"<(script|link|img|image|iframe|object|base|a)\b", page)
@@ -106,7 +107,8 @@ def test_differences_are_those_of_the_paired_bootstrap(everything, page):
     expected = paired_bootstrap([v["NDCG@10"] for v in tuned.values()], [v["NDCG@10"] for v in base.values()])
     rows = rows_of(page)
     (row,) = [row for row in rows if row[0] == "tuned" and row[-3:] == ["14", "5", "1"]]
-    assert row[1:3] == ["{difference:+.4f}".format(**expected), "{low:+.4f} to {high:+.4f}".format(**expected)]
+    assert row[1] == f"{sum(v['NDCG@10'] for v in tuned.values()) / 20:.4f}"
+    assert row[2:4] == ["{difference:+.4f}".format(**expected), "{low:+.4f} to {high:+.4f}".format(**expected)]
     listed = [row for row in rows if re.fullmatch(r"q\d+", row[0]) and row[1] == "0.5000"][:15]
     assert (listed[0][0], listed[0][-1]) == ("q0", "+0.2000")
     assert (listed[-1][0], listed[-1][-1]) == ("q1", "-0.2000")
@@ -114,7 +116,7 @@ def test_differences_are_those_of_the_paired_bootstrap(everything, page):
 
 def test_only_results_on_the_same_data_are_compared(made):
     page = build_page([made.evaluation("base"), made.evaluation("other", 0.1, fingerprint="e" * 64)])
-    assert page.count("<section>") == 2 and "against base" not in page
+    assert page.count("<h2>Result on made (test)</h2>") == 2 and "against base" not in page
 
 
 def test_runs_differ_by_their_settings_and_their_best_figure_is_named(everything, page):
@@ -122,7 +124,120 @@ def test_runs_differ_by_their_settings_and_their_best_figure_is_named(everything
     assert ["bank_size", "512", "2048"] in rows
     assert not any(row[0] == "learning_rate" for row in rows if len(row) > 2)
     overview = next(row for row in rows if row[0] == "one")
-    assert overview[:9] == ["one", "contaccum", "7", "128", "512", "12", "0.2500", "0.7234", "8"]
+    assert overview[:10] == ["one", "0.7234", "", "8", "0.2500", "12", "contaccum", "7", "128", "512"]
+
+
+def test_a_difference_of_runs_is_of_their_best_scores_on_the_same_data(made):
+    def best_difference(**evaluation: Any) -> str:
+        runs = [made.training_run("one"), made.training_run("two", offset=0.05)]
+        for run, data in zip(runs, evaluation.values(), strict=True):
+            record = json.loads((run / "run.json").read_text())
+            (run / "run.json").write_text(json.dumps({**record, "evaluation": {"fingerprint": data}}))
+        return next(row[2] for row in rows_of(build_page(runs)) if row[0] == "two")
+
+    assert best_difference(one="same", two="same") == "+0.0500"
+    assert best_difference(one="same", two="other") == ""
+
+
+def test_the_result_comes_first_then_main_curves_then_folded_diagnostics_and_details(page):
+    order = [
+        "<h1>",
+        "<h2>Result on made (test)</h2>",
+        '<th scope="col">95% interval</th>',
+        "<h2>Training</h2>",
+        "<figcaption>eval_ndcg@10</figcaption>",
+        "<figcaption>loss</figcaption>",
+        "<figcaption>bank_fill</figcaption>",
+        "<summary>Other diagnostics (2)</summary>",
+        "<figcaption>drift_cosine_query</figcaption>",
+        "<figcaption>peak_memory_mb</figcaption>",
+        "<h2>Details</h2>",
+        "greatest gains and losses</summary>",
+    ]
+    positions = [page.index(text) for text in order]
+    assert positions == sorted(positions)
+
+
+def test_diagnostics_are_closed_and_main_curves_are_not_among_them(made):
+    run = made.training_run("mine")
+    keys = ("loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill", "grad_norm_ratio", "masked")
+    line = {**dict.fromkeys(keys, 1.0), "seconds": 1.0, "peak_memory_mb": 1.0}
+    made.write("mine/train_log.jsonl", [{"update": update, **line} for update in (1, 2)])
+    page = build_page([run])
+    assert "<details open" not in page
+    (folded,) = re.findall(r'<details class="diagnostics">.*?</details>', page, flags=re.S)
+    captions = re.compile("<figcaption>(.*?)</figcaption>")
+    assert captions.findall(folded) == ["grad_norm_ratio", "masked", "peak_memory_mb"]
+    main = ["eval_ndcg@10", "loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill"]
+    assert captions.findall(page.replace(folded, "")) == main
+
+
+def test_a_comparison_shows_its_main_metric_before_its_curves_and_folds_other_metrics():
+    page = build_page([ROOT / "docs" / "benchmarks" / "quality" / "nqg_k16.json"])
+    order = ["nDCG@10 on test</h3>", "<h2>Curves of", "nDCG@10 by update", "<summary>Recall@100 on test", "Cost</h3>"]
+    positions = [page.index(text) for text in order]
+    assert positions == sorted(positions)
+
+
+def title_of(paths: list[Path]) -> str:
+    page = build_page(paths)
+    (title,) = re.findall(r"<h1>(.*?)</h1>", page)
+    assert f"<title>{title}</title>" in page
+    return unescape(title)
+
+
+def test_the_title_says_what_was_compared_on_which_data(made):
+    contaccum, grad_accum = (made.training_run(name) for name in ("contaccum", "grad_accum"))
+    results = [made.evaluation("contaccum"), made.evaluation("grad_accum")]
+    assert title_of([contaccum, grad_accum]) == "contaccum and grad_accum"
+    assert title_of([contaccum, results[0], grad_accum, results[1]]) == "contaccum and grad_accum on made"
+    published, *others = [made.evaluation(name) for name in ("publ", "a", "b", "c", "d")]
+    assert title_of([published, *others]) == "publ, a, b and two others on made"
+    comparison = ROOT / "docs" / "benchmarks" / "quality" / "study_scifact.json"
+    report = json.loads(comparison.read_text())
+    names = [entry["name"] for entry in report["entries"]]
+    data = report["data"]["evaluation"][0]["name"]
+    assert title_of([comparison]) == f"{', '.join(names[:-1])} and {names[-1]} on {data}"
+
+
+def test_a_run_without_results_is_titled_by_its_training_data(made):
+    run = made.training_run("mine")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "data": {"sets": {"nq": {}, "pairs": {}}}}))
+    assert title_of([run]) == "mine trained on nq and pairs"
+
+
+def test_equal_names_are_counted_in_words_and_told_apart_in_tables(made):
+    runs = [made.training_run("a/mine"), made.training_run("b/mine", bank_size=2048), made.training_run("c/mine")]
+    result = made.evaluation("mine")
+    assert title_of([*runs, result]) == "mine (three runs) on made"
+    names = [row[0] for row in rows_of(build_page(runs)) if row[-1] == "f" * 12]
+    assert names == ["mine", "mine (second)", "mine (third)"]
+    again = Path(shutil.copy(result, made.root / "again.json"))
+    assert title_of([result, again]) == "mine (two evaluations) on made"
+    assert "<h3>NDCG@10 against mine</h3>" in build_page([result, again])
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"),
+        ("/data/runs/mine/checkpoint-40", "mine/checkpoint-40"),
+        ("/data/all_minilm/model", "all_minilm/model"),
+        ("model", "model"),
+    ],
+)
+def test_a_model_is_named_by_its_folder_and_by_the_one_above_if_that_says_nothing(made, model, name):
+    result = made.evaluation("made")
+    record = json.loads(result.read_text())
+    result.write_text(json.dumps({**record, "model": {"name": model}}))
+    assert title_of([result]) == f"{name} on made"
+
+
+def test_pictures_with_equal_titles_do_not_share_ids():
+    path = ROOT / "docs" / "benchmarks" / "quality" / "nqg_k16.json"
+    ids = re.findall(r'\bid="([^"]+)"', build_page([path, path]))
+    assert ids and len(ids) == len(set(ids))
 
 
 def test_a_log_warns_as_its_run_did_and_is_drawn_up_to_where_a_kill_cut_it(made):

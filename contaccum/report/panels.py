@@ -1,0 +1,195 @@
+"""Plots of training curves, each as an SVG for the page, or all side by side in a PNG.
+
+Which values are plotted is decided here; where the plots stand on the page is decided by page.html.j2.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from contaccum.comparison.report import METRICS, cell_name
+from contaccum.report.sources import Log, Source
+
+_INK = "#010203"  # placeholder for the colour of text and axes, which to_svg replaces by the page's own
+_STYLE: Any = {  # typed as Any because matplotlib's type for the keys is a literal of all of them
+    "svg.fonttype": "none",  # texts stay texts
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+EVAL_METRIC = "eval_ndcg@10"
+"""The metric of eval_log.jsonl that is plotted first, and by which a run's best evaluation is chosen."""
+# Keys of train_log.jsonl that are plotted; docs/drift.md and docs/training.md explain them.
+_MAIN_KEYS = ("loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill")
+_DIAGNOSTIC_KEYS = (
+    *("grad_norm_ratio", "bank_age", "bank_mass", "in_batch_mass", "bank_mass_aged"),
+    *("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage"),
+    *("drift_residual_query", "drift_residual_passage", "masked", "embedding_spread", "peak_memory_mb"),
+)
+_FEW_POINTS = 40  # a line of fewer points has a marker at each
+
+Points = Sequence[tuple[float, float]]
+
+
+class Panel(NamedTuple):
+    """A plot of lines. A line is the mean over runs, with a band from the lowest run to the highest.
+
+    Attributes:
+        title: the plotted value.
+        lines: {name of the line: points of each of its runs, which differ by the seed}. A line without points is not
+            drawn, but the position of its name still sets the colours of the others.
+        unit: label of the x axis.
+        log_x: whether the x axis is logarithmic.
+        is_diagnostic: whether the page folds the plot away.
+    """
+
+    title: str
+    lines: Mapping[str, Sequence[Points]]
+    unit: str = "update"
+    log_x: bool = False
+    is_diagnostic: bool = False
+
+    def draw(self, axes: Any) -> None:
+        """Draw the lines onto axes of matplotlib, each as far as its shortest run goes."""
+        for position, (name, runs) in enumerate(self.lines.items()):
+            length = min(map(len, runs), default=0)
+            if not length:
+                continue
+            points = np.asarray([run[:length] for run in runs], dtype=float)
+            x = points[..., 0].mean(axis=0)
+            y = points[..., 1]
+            colour = f"C{position % 10}"
+            marker = "." if length < _FEW_POINTS else ""
+            axes.plot(x, y.mean(axis=0), color=colour, marker=marker, linewidth=1.4, label=name)
+            if len(runs) > 1:
+                axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+        axes.set_xlabel(self.unit)
+        if self.unit == "update":
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if self.log_x:
+            # Ticks are set at the points: matplotlib's own tick labels are formulas, which parse_math=False breaks.
+            ticks = sorted({x for runs in self.lines.values() for run in runs for x, _ in run})
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45)
+            axes.minorticks_off()
+
+
+def log_panels(
+    logs: Mapping[str, Sequence[Log]],
+    keys: Sequence[str] = (*_MAIN_KEYS, *_DIAGNOSTIC_KEYS),
+    x_key: str = "update",
+) -> list[Panel]:
+    """Return a panel for each key that some log holds; all but the main keys are diagnostics.
+
+    Args:
+        logs: {name of the line: the log of one run, or those of several seeds}.
+    """
+    panels = []
+    for key in keys:
+        lines = {name: [_points(log, x_key, key) for log in runs] for name, runs in logs.items()}
+        if any(points for runs in lines.values() for points in runs):
+            panels.append(Panel(key, lines, is_diagnostic=key not in (EVAL_METRIC, *_MAIN_KEYS)))
+    return panels
+
+
+def _points(log: Log, x_key: str, y_key: str) -> Points:
+    return [(record[x_key], record[y_key]) for record in log if record.get(y_key) is not None]
+
+
+def comparison_panels(comparison: Source) -> list[Panel]:
+    """Return plots of the main metric, by update and by second of training, and of the runs' logs.
+
+    The seeds of a group are one line.
+    """
+    report = comparison.record
+    metric, metric_title = next(iter(METRICS.items()))
+    runs_by_line: dict[str, list[Any]] = {_line_name(group): [] for group in report["groups"].values()}
+    for run in report["runs"].values():
+        runs_by_line[_line_name(run)].append(run)
+    panels = []
+    if report.get("tuning"):
+        panels.append(_tuning_panel(report, metric_title, list(runs_by_line)))
+    curves = {name: [run["curve"] for run in runs] for name, runs in runs_by_line.items()}
+    for unit, key in (("update", "update"), ("seconds of training", "train_seconds")):
+        for panel in log_panels(curves, [metric], key):
+            panels.append(Panel(f"{metric_title} by {unit}", panel.lines, unit))
+    logs = {name: [comparison.logs[run["name"]] for run in runs] for name, runs in runs_by_line.items()}
+    return panels + log_panels(logs)
+
+
+def _tuning_panel(report: Mapping[str, Any], metric_title: str, line_names: Sequence[str]) -> Panel:
+    """Return a plot of the dev scores by the value of the tuned setting.
+
+    Args:
+        line_names: the names in the order of the other panels, since the position of a name sets its colour.
+    """
+    tuning = report["tuning"]
+    lines: dict[str, list[Points]] = {name: [] for name in line_names}
+    for group in tuning["groups"].values():
+        if group["final"]:
+            scores = [(float(value), score) for value, score in group["scores"].items() if score is not None]
+            lines[_line_name(report["groups"][group["final"]])] = [scores]
+    return Panel(f"{metric_title} on dev by {tuning['key']}", lines, tuning["key"], log_x=True)
+
+
+def _line_name(group: Mapping[str, Any]) -> str:
+    cell = cell_name(group["labels"])
+    return f"{group['entry']}, {cell}" if cell else group["entry"]
+
+
+def save_png(panels: Sequence[Panel], path: Path) -> None:
+    """Draw all panels into one picture, three in a row."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = math.ceil(len(panels) / 3) or 1
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(15, 3.6 * rows), layout="constrained")
+        for number, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, 3, number)
+            panel.draw(axes)
+            axes.set_title(panel.title, fontsize=9)
+            if axes.get_legend_handles_labels()[1]:
+                axes.legend(fontsize=7)
+        figure.savefig(path, format="png", dpi=110)
+
+
+def to_svg(panel: Panel, salt: str) -> str:
+    """Return a panel as an SVG element for the page, with escaped texts, in the page's colour of text.
+
+    Args:
+        salt: another text for each picture of a page. matplotlib names clip paths and markers by hashes, which must
+            differ between pictures: a browser takes the first of equal names, and finds nothing where that one is
+            folded away.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    output = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
+        figure = Figure(figsize=(4.4, 2.5), layout="constrained")
+        panel.draw(figure.subplots())
+        figure.savefig(output, format="svg", transparent=True)
+    _, view_box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', output.getvalue())
+    # Metadata, styles and fonts are the page's own.
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;", "", body, flags=re.S)
+    # Ids that number the parts of a figure are the same in every picture, and nothing refers to them.
+    body = re.sub(r' id="[\w.]+_\d+"', "", body)
+    body = body.replace(_INK, "currentColor")
+    return f'<svg role="img" aria-label="{escape(panel.title)}" {view_box}>{body}'

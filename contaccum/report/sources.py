@@ -1,0 +1,88 @@
+"""Reading what a report shows: training runs, results of evaluations and comparisons, with their logs.
+
+Nothing is computed or drawn here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from contaccum.errors import UserError
+from contaccum.evaluation.results import read_result, result_files
+from contaccum.files import read_json
+from contaccum.training.log import EVAL_LOG, RUN_RECORD, TRAIN_LOG, read_log
+
+_COMPARISON_FILE = "report.json"
+Log = Sequence[Mapping[str, Any]]
+"""The records of a log, one per update or evaluation."""
+
+
+@dataclass
+class Source:
+    """The output of one command.
+
+    Attributes:
+        kind: "run", "evaluation" or "comparison".
+        name: a run's folder, an evaluation's model, or a comparison's folder.
+        record: the content of a run's `run.json`, an evaluation's result file, or a comparison's `report.json`.
+        logs: a run's logs by file name; a comparison's training logs by name of the run, empty where the run's folder
+            is not beside `report.json`.
+    """
+
+    kind: str
+    name: str
+    record: Mapping[str, Any]
+    logs: Mapping[str, Log] = field(default_factory=dict)
+
+
+def read_source(path: Path) -> Iterator[Source]:
+    """Read what a path holds; a table of an evaluation of several sets gives one source for each set.
+
+    Raises:
+        UserError: the path holds no output that can be reported.
+    """
+    content = read_json(path) if path.is_file() else {}
+    if (path / _COMPARISON_FILE).is_file():
+        yield read_comparison(path / _COMPARISON_FILE)
+    elif {"groups", "comparisons", "entries"} <= content.keys():
+        yield read_comparison(path)
+    elif (path / RUN_RECORD).is_file():
+        logs = {name: _read_whole_lines(path / name) for name in (TRAIN_LOG, EVAL_LOG)}
+        yield Source("run", path.resolve().name, read_json(path / RUN_RECORD), logs)
+    elif "sets" in content or {"metrics", "per_query", "data"} <= content.keys():
+        for file in result_files(path):
+            record = read_result(file)
+            model = (record.get("model") or {}).get("name")
+            yield Source("evaluation", _model_name(model or file.stem), record)
+    else:
+        mend = "give a folder of `contaccum train` or `compare`, or a file of `contaccum evaluate` or `open_qa`"
+        raise UserError(f"{path}: nothing that can be reported ({mend})")
+
+
+def _model_name(model: str) -> str:
+    """Return the last name of a model's path; the last two where the last says nothing of the model."""
+    path = Path(model)
+    says_nothing = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
+    if says_nothing and path.parent.name:
+        return f"{path.parent.name}/{path.name}"
+    return path.name
+
+
+def read_comparison(path: Path) -> Source:
+    """Read a comparison's `report.json`, and the training logs of its runs where their folders are beside it."""
+    report = read_json(path)
+    runs = path.parent / "runs"
+    logs = {name: _read_whole_lines(runs / Path(name).name / TRAIN_LOG) for name in report["runs"]}
+    return Source("comparison", path.resolve().parent.name, report, logs)
+
+
+def _read_whole_lines(path: Path) -> Log:
+    """Return the records of a log, none if there is no file, without a last line that a kill cut short."""
+    if not path.is_file():
+        return []
+    num_whole_lines = path.read_bytes().count(b"\n")
+    return read_log(path, num_whole_lines)
