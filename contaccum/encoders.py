@@ -121,6 +121,7 @@ class DualEncoder(SentenceTransformer):
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
         """Load a saved model, with SentenceTransformer's keyword arguments; UserError as `loading` says.
 
+        Lengths beyond the positions that a backbone has for the tokens of a text are lowered.
         An adapter is ready to train on. Towers whose adapters have one base share its weights.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
@@ -128,6 +129,7 @@ class DualEncoder(SentenceTransformer):
             late = len(adapters.bases(Path(name))) > 1 and not kwargs.get("model_kwargs")
             model = cls(name, **{**kwargs, **({"device": "cpu"} if late else {})})
             adapters.take_up_adapter(model)
+            _lower_default_lengths(model)
             return model.to(kwargs.get("device") or get_device_name()) if late else model
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
@@ -195,8 +197,44 @@ def set_max_lengths(model: SentenceTransformer, query: int | None = None, docume
 
 
 def _positions(transformer: Any) -> int:
-    """Tokens that a backbone has positions for."""
-    return getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
+    """Return how many tokens a backbone has positions for."""
+    configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
+    if configured < 0:  # XLNet's -1 stands for no limit
+        configured = sys.maxsize
+    return min(configured, _positions_after_padding(transformer))
+
+
+def _positions_after_padding(transformer: nn.Module) -> int:
+    """Return how many positions follow that of padding, or `sys.maxsize` if padding has none.
+
+    RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
+    text from ``padding_idx + 1``: of 514 positions they use 512.
+    """
+    longest = sys.maxsize
+    for name, module in transformer.named_modules():
+        padding_idx: Any = getattr(module, "padding_idx", None)
+        if padding_idx is not None and name.rpartition(".")[2] == "position_embeddings":
+            table: Any = module.weight
+            longest = min(longest, table.shape[0] - padding_idx - 1)
+    return longest
+
+
+def _lower_default_lengths(model: nn.Module) -> None:
+    """Lower lengths of a loaded model that exceed the positions of RoBERTa and its relatives.
+
+    sentence-transformers' default is ``max_position_embeddings``, at which long texts raise an
+    IndexError in such a backbone.
+    """
+    for module in model.modules():
+        if not isinstance(module, Transformer):
+            continue
+        longest = _positions_after_padding(module)
+        if longest == sys.maxsize:
+            continue
+        for name in ("max_seq_length", "query_length", "document_length"):
+            length = getattr(module, name)
+            if length is not None and length > longest:
+                setattr(module, name, longest)
 
 
 def configure(

@@ -8,6 +8,14 @@ import pytest
 import torch
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
+from transformers import (
+    CamembertConfig,
+    LongformerConfig,
+    MPNetConfig,
+    PretrainedConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 from contaccum import DualEncoder, encoders
 from contaccum.errors import ConfigError, UserError
@@ -86,6 +94,59 @@ def test_arguments_that_cannot_work_are_refused(tiny_config, tiny_tokenizer):
         encoders.set_max_lengths(model, document=65)
     with pytest.raises(ConfigError, match="dropout"):
         encoders.configure(model, dropout=1.0)
+
+
+def config_with_padded_positions(kind: type[PretrainedConfig], vocab_size: int) -> PretrainedConfig:
+    """Return a config of a tiny backbone with 40 positions, of which padding_idx + 1 are unused."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
+    sizes |= {"intermediate_size": 16, "vocab_size": vocab_size, "max_position_embeddings": 40}
+    if kind is LongformerConfig:
+        sizes["attention_window"] = [8]
+    if kind is not MPNetConfig:  # MPNet's padding_idx is 1 whatever the config says
+        sizes["pad_token_id"] = 0  # that of the tokenizer
+    return kind(**sizes)
+
+
+PADDED_POSITIONS = [
+    (RobertaConfig, 39),
+    (XLMRobertaConfig, 39),
+    (CamembertConfig, 39),
+    (LongformerConfig, 39),
+    (MPNetConfig, 38),
+]
+
+
+@pytest.mark.parametrize(("kind", "longest"), PADDED_POSITIONS)
+def test_the_largest_length_is_the_number_of_positions_after_padding(kind, longest, tiny_tokenizer):
+    config = config_with_padded_positions(kind, len(tiny_tokenizer))
+    model = DualEncoder.from_backbone(config, tokenizer=tiny_tokenizer, device="cpu")
+    (long_text,) = sentences(1, length=100)
+    assert model.max_seq_length == longest
+    assert np.isfinite(model.encode_document([long_text])).all()
+    encoders.set_max_lengths(model, query=longest, document=longest)
+    assert np.isfinite(model.encode_query([long_text])).all()
+    message = f"passage_max_length={longest + 1}: this model takes 3 to {longest} tokens"
+    with pytest.raises(ConfigError, match=message):
+        encoders.set_max_lengths(model, document=longest + 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_default_length_beyond_the_positions_of_texts_is_lowered_when_a_model_is_loaded(
+    tied, tiny_tokenizer, tmp_path
+):
+    config = config_with_padded_positions(RobertaConfig, len(tiny_tokenizer))
+    model = DualEncoder.from_backbone(config, tied=tied, tokenizer=tiny_tokenizer, device="cpu")
+    for module in model.modules():
+        if hasattr(module, "query_length"):
+            module.query_length = None
+            module.document_length = None
+            module.max_seq_length = 40  # sentence-transformers' default: max_position_embeddings
+    model.save_pretrained(str(tmp_path / "model"))
+    loaded = DualEncoder.from_pretrained(tmp_path / "model", device="cpu")
+    (long_text,) = sentences(1, length=100)
+    assert np.isfinite(loaded.encode_query([long_text])).all()
+    assert np.isfinite(loaded.encode_document([long_text])).all()
+    assert loaded.max_seq_length == 39
 
 
 def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch):

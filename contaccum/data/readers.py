@@ -59,7 +59,7 @@ _MEND = "contaccum mine --cross_encoder writes some"
 _FOLDERS: dict[str, DataFormat] = {"corpus.jsonl": "beir", "collection.tsv": "msmarco"}
 _FOLDERS |= {"state.json": "hub", "dataset_dict.json": "hub"}  # of `save_to_disk`
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
-_CACHED = 5  # to be raised when the readers or the cache change, so that older files are not taken for new
+_CACHED = 6  # to be raised when the readers or the cache change, so that older files are not taken for new
 
 
 class Record(NamedTuple):
@@ -205,10 +205,10 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         return "nemo"
     if head.startswith(b"{"):
         return "tevatron" if re.search(b'"positive_(passages|document_ids)"', head) else "pairs"
-    line = head.split(b"\n")[0].decode("utf-8", "replace")
-    if {*(columns or {}).values()}.union(*FIELDS.values()).intersection(records.split_header(line)[1]):
+    _, names = records.read_header(head)
+    if {*(columns or {}).values()}.union(*FIELDS.values()).intersection(names):
         return "csv"
-    if line.count("\t") == 2:
+    if head.split(b"\n")[0].count(b"\t") == 2:
         return "msmarco"
     what = f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
     raise DataError(records.one_line(f"{path}: {what} (set --data_columns or --data_format)"))
@@ -373,15 +373,34 @@ def corpus_source(path: AnyPath) -> Source:
     start = records.first_bytes(path)
     if start.startswith((b"PAR1", b"{")):
         return Source(path, "parquet" if start.startswith(b"PAR1") else "pairs")
-    header = records.split_header(start.split(b"\n")[0].decode("utf-8", "replace"))[1]
-    return Source(path, "csv" if {*header} & {*_TEXTS} else "msmarco")
+    return Source(path, "csv" if _has_header(path, start) else "msmarco")
+
+
+def _has_header(path: Path, start: bytes) -> bool:
+    """Return whether the first line of a table of passages names its columns.
+
+    MS MARCO's layout, `id<TAB>text`, has no header, and its first text may be "text": a line that
+    begins with a number is a passage, and the first line of `collection.tsv` is a header only where
+    it names ids and texts. Elsewhere the name of a text column is enough, so that a table without
+    ids is refused and its header is not taken for a passage.
+    """
+    if re.match(rb"[0-9]+\t", start):
+        return False
+    names = {*records.read_header(start)[1]}
+    if path.name.startswith("collection.tsv") and names.isdisjoint(_IDS):
+        return False
+    return not names.isdisjoint(_TEXTS)
 
 
 def _passage(record: str | Mapping[str, Any]) -> Passage:
     if isinstance(record, str):
         record = dict(zip(("id", "text"), records.cells_of(record, 2), strict=True))
     text = text_of(first_of(record, _TEXTS), "text", may_be_blank=True)
-    passage = Passage(records.identifier_of(first_of(record, _IDS), "id"), records.title_of(record), text)
+    identifier = first_of(record, _IDS)
+    if identifier is None:
+        fields = quoted(", ".join(record), 200)
+        raise Fault("missing id", f"its fields are {fields}; ids are in one of {', '.join(_IDS)}")
+    passage = Passage(records.identifier_of(identifier, "id"), records.title_of(record), text)
     if not passage.passage:
         raise Fault("empty passage", quoted(passage.id))
     return passage

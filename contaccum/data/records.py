@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import sqlite3
 import zlib
 from collections import Counter
@@ -243,31 +244,67 @@ def read_json_array(path: AnyPath, where: str = "item") -> Rows:
 
 
 def csv_rows(path: AnyPath) -> Rows:
-    """The rows of a table with a header, split at comma, semicolon or tab, by their first line; a blank cell is None.
-    Raises `DataError` for a broken quote: what comes after it cannot be told apart."""
+    """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
+
+    The delimiter is the one of comma, semicolon and tab that the header has most of outside of
+    quotes. Raises `DataError` for a broken quote, because what comes after it cannot be told apart,
+    and for a column name that occurs twice.
+    """
     csv.field_size_limit(2**31 - 1)  # Python's own limit of 128 KB a cell guards against nothing here
-    start = 2
+    delimiter, _ = read_header(first_bytes(path))
+    names: list[str] = []
+    start = 1
     with open_data_file(path) as file:
         lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")  # `text_of` refuses what is no UTF-8
         try:
-            delimiter, names = split_header(lines.readline())
             reader = csv.reader(lines, delimiter=delimiter, strict=True)
             for row in reader:
-                if len(row) == len(names):
+                is_blank = not any(cell.strip() for cell in row)
+                if not names:
+                    names = [] if is_blank else _column_names(row)
+                    _refuse_repeated_name(path, start, names)
+                elif len(row) == len(names):
                     yield start, {name: cell if cell.strip() else None for name, cell in zip(names, row, strict=True)}
-                elif any(cell.strip() for cell in row):
-                    yield start, Fault("wrong number of columns", f"found {len(row)} where the header has {len(names)}")
-                start = reader.line_num + 2
+                elif not is_blank:
+                    what = f"found {len(row)} where the header has {len(names)}"
+                    yield start, Fault("wrong number of columns", what)
+                start = reader.line_num + 1
         except csv.Error as error:
             raise broken(path, start, Fault("broken quoting", str(error)), "double quotes inside of cells") from error
         except _UNREADABLE as error:
             yield start, Fault("the file breaks off", str(error))
 
 
-def split_header(line: str) -> tuple[str, list[str]]:
-    """The delimiter of a header, and its names."""
-    delimiter = max((",", ";", "\t"), key=line.count)
-    return delimiter, [cell.strip().strip('"') for cell in line.split(delimiter)]
+_DELIMITERS = ("\t", ",", ";")
+_QUOTED_CELL = re.compile(r'(^|[\t,;]) *"(?:[^"]|"")*"')
+
+
+def read_header(head: bytes) -> tuple[str, list[str]]:
+    """Return the delimiter and the column names of a table that begins with the bytes ``head``."""
+    text = head.decode("utf-8", "replace")
+    first_line = _QUOTED_CELL.sub(r"\1", text).partition("\n")[0]
+    delimiter = max(_DELIMITERS, key=first_line.count)
+    try:
+        row = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
+    except csv.Error:  # not a table
+        row = []
+    return delimiter, _column_names(row)
+
+
+def _column_names(row: list[str]) -> list[str]:
+    # The csv module keeps the quotes of a cell that begins with a blank.
+    return [cell.strip().strip('"') for cell in row]
+
+
+def _refuse_repeated_name(path: AnyPath, line: int, names: list[str]) -> None:
+    """Raise `DataError` for a name of two columns, because a row would hold one of them alone.
+
+    Several columns may be without a name: nothing is read from them.
+    """
+    for name, count in Counter(names).items():
+        if name and count > 1:
+            fault = Fault("two columns have the same name", quoted(name))
+            raise broken(path, line, fault, "rename or remove one")
 
 
 def arrow_rows(source: AnyPath, batches: Iterable[Any]) -> Rows:

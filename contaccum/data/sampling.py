@@ -126,18 +126,20 @@ class EpochSampling:
                 texts = self._filled(rng, query, positive, texts)
             row = dict(zip(self.columns, (query, positive, *texts), strict=True))
             rows.append(row)
-            score_of = dict(zip([*positives, *negatives], scores, strict=True)) if self.gives_scores else {}
-            labels.append(self._label(number, [row[name] for name in names], score_of))
+            row_scores: dict[str, float] = {}
+            if self.gives_scores:
+                row_scores = _scores_of_row(row, positives, negatives, scores)
+            labels.append(self._label(number, {name: row[name] for name in names}, row_scores))
         sampled: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in names}
         if whole and (self.gives_ids or self.gives_numbers or self.gives_scores):
             sampled["label"] = labels
         return sampled | others
 
-    def _label(self, number: int, texts: list[str], score_of: Mapping[str, float]) -> Any:
+    def _label(self, number: int, texts: Mapping[str, str], row_scores: Mapping[str, float]) -> Any:
         """Number and ids of a row, or either; or its scores, after ids as the bits of float32: a batch has one tensor
-        of labels, of one type. `contaccum.distill` reads them."""
-        ids = text_ids(texts).tolist() if self.gives_ids else []
-        scores = [score_of[text] for text in texts[1:]] if self.gives_scores else []
+        of labels, of one type. `contaccum.distill` reads them. Texts and scores go by column."""
+        ids = text_ids(texts.values()).tolist() if self.gives_ids else []
+        scores = [row_scores[name] for name in texts if name in row_scores]
         if ids and scores:
             return [*ids, *np.array(scores, dtype=np.float32).view(np.int32).tolist()]
         return [number, *ids] if ids and self.gives_numbers else ids or scores or number
@@ -190,6 +192,34 @@ class EpochSampling:
             raise DataError("a query without negatives, and no passage that could be one (set num_hard_negatives to 0)")
         # A record may list one twice, and a tiny set have too few other passages: then one is there twice.
         return [found[place % len(found)] for place in range(wanted)]
+
+
+def _scores_of_row(
+    row: Mapping[str, str], positives: list[str], negatives: list[str], scores: list[float]
+) -> dict[str, float]:
+    """Return a teacher's score of each passage of a row, by column.
+
+    A record may list one text both as positive and as negative: each column takes the score that
+    was given for its role. Where a role lists a text twice, the first score counts.
+
+    Args:
+        row: the texts of the row by column.
+        positives, negatives: all of the record.
+        scores: of the positives and then the negatives.
+    """
+    score_of_positive: dict[str, float] = {}
+    score_of_negative: dict[str, float] = {}
+    for text, score in zip(positives, scores[: len(positives)], strict=True):
+        score_of_positive.setdefault(text, score)
+    for text, score in zip(negatives, scores[len(positives) :], strict=True):
+        score_of_negative.setdefault(text, score)
+    row_scores = {}
+    for name, text in row.items():
+        if name == "positive":
+            row_scores[name] = score_of_positive[text]
+        elif name != "query":
+            row_scores[name] = score_of_negative[text]
+    return row_scores
 
 
 def as_rows(sampling: EpochSampling) -> Dataset:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote, unquote
 
 from contaccum.data.records import Fault, RecordReport, cells_of, number_of, quoted, read_lines, take
 from contaccum.errors import DataError
@@ -22,6 +23,8 @@ from contaccum.files import provenance, read_json, redact, write_text
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
+
+_ENCODED = "percent-encoded:"  # marks an id that a TREC line could not hold as it is
 
 
 @dataclass
@@ -125,19 +128,43 @@ def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
 
 
 def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
-    """Lines ``qid Q0 docid rank score tag`` of (qid, {docid: score}), in trec_eval's order (ties by id, descending).
+    """Yield lines ``qid Q0 docid rank score tag`` of (qid, {docid: score}).
 
-    Scores have nine digits, which is all of a float32. A blank in an id would split the line and is written %20.
+    The order is trec_eval's (ties by id, descending). Scores have nine digits, which is all of a
+    float32. Ids are written by `_encode_id`.
     """
     for qid, hits in run:
+        query = _encode_id(qid)
         for rank, (docid, score) in enumerate(trec_order(hits), start=1):
-            query, document = (re.sub(r"\s", "%20", identifier) for identifier in (qid, docid))
-            yield f"{query} Q0 {document} {rank} {score:.9g} {tag}\n"
+            yield f"{query} Q0 {_encode_id(docid)} {rank} {score:.9g} {tag}\n"
+
+
+def _encode_id(identifier: str) -> str:
+    """Return the id as it is or, where a TREC line cannot hold it, percent-encoded after a marker.
+
+    A TREC line is split at white space, so an id that is empty or holds white space must be
+    encoded. The marker is needed because ids of other systems may hold ``%20`` literally, as URLs
+    do: such ids must not be decoded.
+    """
+    # isprintable() is False for all white space but the blank, and for a byte-order mark, which
+    # readers drop.
+    fits = identifier.isprintable() and " " not in identifier and identifier != ""
+    if fits and not identifier.startswith(_ENCODED):
+        return identifier
+    return _ENCODED + quote(identifier)
+
+
+def _decode_id(cell: str) -> str:
+    """Return the id that `_encode_id` wrote as this cell."""
+    if cell.startswith(_ENCODED):
+        return unquote(cell.removeprefix(_ENCODED))
+    return cell
 
 
 def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop") -> Run:
-    """A run from whatever system, plain or gzip; %20 in an id is a blank.
+    """Read a run of any system, plain or gzip.
 
+    Ids that `trec_lines` has encoded are decoded; all others stay as they are.
     Ranks are not believed: as in trec_eval, the order is that of the scores.
 
     Raises:
@@ -149,7 +176,8 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "
 
     def hit(line: str) -> tuple[str, str, float]:
         cells = cells_of(line, 6, None)
-        query, document = (cell.replace("%20", " ") for cell in (cells[0], cells[2]))
+        query = _decode_id(cells[0])
+        document = _decode_id(cells[2])
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
         return query, document, number_of(cells[4])

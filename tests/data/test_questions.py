@@ -41,6 +41,27 @@ def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "identifier", "text"),
+    [
+        ("collection.tsv", "0", "text"),
+        ("collection.tsv.gz", "d0", "passage"),
+        ("queries.dev.tsv", "0", "contents"),
+        ("queries.dev.tsv", "0", "words, text"),
+    ],
+)
+def test_a_first_passage_that_reads_like_a_header_is_a_passage(tmp_path, name, identifier, text):
+    path = put(tmp_path / name, f"{identifier}\t{text}\n7\tsecond\n")
+    assert read(path) == [Passage(identifier, "", text), Passage("7", "", "second")]
+
+
+def test_a_table_without_a_column_of_ids_is_refused(tmp_path):
+    path = put(tmp_path / "a.tsv", "docno\ttext\nd1\tfirst\n")
+    message = r"a\.tsv:2: missing id: its fields are 'docno, text'; .*docid"
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+@pytest.mark.parametrize(
     ("name", "line", "reason"),
     [
         ("a.jsonl", '{"_id": "1"}', "missing text"),

@@ -10,6 +10,7 @@ from data_files import RECORDS, WRITERS, dpr_records, lines, peak_of_reading, pu
 from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
 from contaccum.data.dataset import parse_training_sets
 from contaccum.data.readers import FIELDS
+from contaccum.data.records import csv_rows
 from contaccum.errors import ConfigError, DataError
 
 
@@ -96,6 +97,37 @@ def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_t
     report = RecordReport("skip")
     assert list(read_records(path, report=report)) == [Record("q1", ['a, "b"\n\nc'], []), Record("q3", ["d"], [])]
     assert report.first == f"{path}:6" and report.by_reason == {"missing positive": 1}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("header", "delimiter", "names"),
+    [
+        ('"query, in German";positive', ";", ["query, in German", "positive"]),
+        ('positive;"a;b,c\td,e,f"', ";", ["positive", "a;b,c\td,e,f"]),
+        ('"a ""quoted, short"" name"\tpositive', "\t", ['a "quoted, short" name', "positive"]),
+        ('"query;\nof;two;lines",positive', ",", ["query;\nof;two;lines", "positive"]),
+        ('\n"query", "positive"', ",", ["query", "positive"]),
+        ('"positive"; "a,b,c"', ";", ["positive", "a,b,c"]),
+    ],
+)
+def test_a_delimiter_in_quotes_is_part_of_a_column_name(tmp_path, header, delimiter, names, end):
+    path = put(tmp_path / "a.csv", f"{header}{end}first{delimiter}second{end}")
+    cells = dict(zip(names, ["first", "second"], strict=True))
+    assert [row for _, row in csv_rows(path)] == [cells]
+    query, *_ = (name for name in names if name != "positive")
+    expected = Record(cells[query], [cells["positive"]], [])
+    assert read(path, columns={"query": query})[0] == [expected]
+
+
+def test_a_column_name_that_occurs_twice_is_refused_with_its_line(tmp_path):
+    path = put(tmp_path / "a.csv", 'query,positive,"positive"\nq,p,r\n')
+    message = r"a\.csv:1: two columns have the same name: 'positive' \(rename or remove one\)$"
+    for on_bad_record in ("stop", "skip"):
+        with pytest.raises(DataError, match=message):
+            list(read_records(path, report=RecordReport(on_bad_record)))
+    unnamed = put(tmp_path / "unnamed.csv", "query,positive,,\nq,p,,\n")
+    assert read(unnamed)[0] == [Record("q", ["p"], [])]
 
 
 def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path):

@@ -105,6 +105,25 @@ def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path):
     assert list(data.dataset) == [expected]
 
 
+def test_a_text_that_is_positive_and_negative_has_the_score_of_its_role(tmp_path):
+    record = {"query": "q", "positive": "p", "negatives": ["p", "n"], "scores": [9, 1, 2]}
+    path = put_lines(tmp_path / "a.jsonl", record)
+    (row,) = load_training_data(path, num_hard_negatives=2, teacher_scores=True).dataset
+    assert [row[name] for name in ("positive", "negative_1", "negative_2")] == ["p", "p", "n"]
+    assert row["label"] == [9.0, 1.0, 2.0]
+
+
+def test_of_a_text_that_is_listed_twice_in_a_role_the_first_score_counts(tmp_path):
+    positives = {"pos": ["p", "o", "p"], "pos_scores": [9, 8, 7]}
+    negatives = {"neg": ["n", "n", "m"], "neg_scores": [3, 2, 1]}
+    path = put_lines(tmp_path / "a.jsonl", {"query": "q", **positives, **negatives})
+    settings: Any = {"num_hard_negatives": 1, "teacher_scores": True, "negatives_from": 1}
+    data = load_training_data(path, positives="first", **settings)
+    _, scores = split_labels(torch.tensor([row["label"] for row in data.dataset]), 3)
+    assert scores is not None
+    assert scores.tolist() == [[9.0, 3.0]]
+
+
 def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
     paths = [put_lines(tmp_path / f"{i}.jsonl", {**FLAG, "neg_scores": [i, 0]}) for i in range(2)]
     for used, count in ((True, 2), (False, 1)):

@@ -29,10 +29,48 @@ def test_record_and_run_round_trip_and_nothing_of_the_environment_is_in_them(tmp
     assert read_trec_run(tmp_path / "out.trec") == RUN
     lines = [line.split() for line in (tmp_path / "out.trec").read_text().splitlines()]
     assert all(len(line) == 6 and line[1] == "Q0" and line[5] == "model" for line in lines)
-    assert [line[2:4] for line in lines[2:]] == [["a%20b", "1"], ["100%", "2"]]  # ties by id, descending, as trec_eval
+    documents = [line[2:4] for line in lines[2:]]
+    assert documents == [["percent-encoded:a%20b", "1"], ["100%", "2"]]  # ties by id, descending
     score = np.float32(2 / 3)
     (line,) = trec_lines([("q", {"d": float(score)})], "tag")
     assert np.float32(line.split()[4]) == score  # all of it
+
+
+WHITE_SPACE = " \t\n\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u205f\u3000"
+UNUSUAL_IDS = [
+    "",
+    "%",
+    "100%",
+    "a%20b",
+    "a%2520b",
+    "\ufeffa",
+    "percent-encoded:",
+    "percent-encoded:a%20b",
+    "Zürich 東京",
+    *WHITE_SPACE,
+    *(f"a{character}b" for character in WHITE_SPACE),
+    *(f"{character}a{character}" for character in WHITE_SPACE),
+]
+
+
+def test_any_id_survives_a_run_file(tmp_path):
+    hits = {document: float(rank) for rank, document in enumerate(UNUSUAL_IDS)}
+    run = dict.fromkeys(UNUSUAL_IDS, hits)
+    path = tmp_path / "run.trec"
+    path.write_text("".join(trec_lines(run.items(), "tag")), encoding="utf-8", newline="")
+    assert read_trec_run(path) == run
+
+
+def test_ids_that_a_trec_line_can_hold_are_written_as_they_are():
+    ids = ["https://example.org/a%20b?c=d&e#f", "100%", "doc:1", "東京"]
+    lines = list(trec_lines([(query, {query: 1.0}) for query in ids], "tag"))
+    assert lines == [f"{query} Q0 {query} 1 1 tag\n" for query in ids]
+
+
+def test_percent_signs_in_a_run_of_another_system_stay(tmp_path):
+    path = tmp_path / "run.trec"
+    path.write_text("q%201 Q0 https://example.org/a%20b 1 0.5 bm25\n")
+    assert read_trec_run(path) == {"q%201": {"https://example.org/a%20b": 0.5}}
 
 
 def test_a_bad_line_of_a_run_is_named_or_skipped(tmp_path):
