@@ -22,7 +22,7 @@ Options = Mapping[str, Sequence[str]]
 
 _KEYS = frozenset(f.name for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments) for f in fields(cls))
 _SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
-# Options that every run of a comparison has: the model is scored in the run's process, and output goes to files.
+# Options of every run: its model is scored in the same process, and its output goes to files.
 _SAME_IN_EVERY_RUN = {"save_strategy": ["no"], "disable_tqdm": ["true"]}
 
 
@@ -191,9 +191,9 @@ def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
 def changed_settings(plan: Plan) -> dict[str, dict[str, str]]:
     """Return {setting: {entry: its value}} for the settings that are worth reading.
 
-    These are the settings of the loss, and those that some run was given, whose values differ between the entries or
-    from the default. A value is "-" where the setting means nothing to the method; values of several cells of the grid
-    are joined by "or".
+    These are the settings of the loss, and those that some run was given, whose values differ
+    between the entries or from the default. A value is "-" if the setting means nothing to the
+    method; values of several cells of the grid are joined by "or".
     """
     values_by_entry = {entry.name: _entry_values(plan, entry) for entry in plan.entries}
     given = {key for group in plan.groups.values() for key in group.options}
@@ -217,7 +217,7 @@ def _entry_values(plan: Plan, entry: Entry) -> dict[str, str]:
         if group.entry != entry.name:
             continue
         model, data, training = group.parsed
-        # to_dict has batch sizes as they were given, also where the method encodes an update at once.
+        # to_dict has batch sizes as they were given, also if an update is one cached batch.
         settings = {**vars(model), **vars(data), **training.to_dict()}
         for key in _DEFAULTS:
             shown = _shown(settings.get(key)) if _applies(key, entry.method) else "-"

@@ -1,4 +1,4 @@
-"""`contaccum report`: reading outputs (sources), plots (panels) and one HTML page of them (page)."""
+"""`contaccum report`: reads outputs (sources), plots them (panels), writes an HTML page (page)."""
 
 from contaccum.report.page import build_page
 from contaccum.report.panels import Panel, comparison_panels, save_png

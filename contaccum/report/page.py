@@ -1,7 +1,8 @@
-"""One HTML page of runs, evaluations and comparisons that needs nothing else: no network and no script.
+"""One HTML page of runs, evaluations and comparisons, which needs no network and no script.
 
-The content of the page is worked out here; page.html.j2 puts it into words and tables. Jinja escapes every text,
-matplotlib escapes those of its plots, and the page's policy lets no script run and nothing load.
+The content of the page is computed here; page.html.j2 puts it into words and tables. Jinja escapes
+every text, matplotlib escapes those of its plots, and the page's policy lets no script run and
+nothing load.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ _FOLDER = Path(__file__).parent
 _MAX_CHANGES = 50  # gains, and losses, that are listed for a pair of results
 _MAX_METRICS = 6  # columns of a table of results
 _MAX_TITLE_NAMES = 4
+_MAX_WARNING = 300  # characters
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+_ORDINALS = (
+    *("first", "second", "third", "fourth", "fifth"),
+    *("sixth", "seventh", "eighth", "ninth", "tenth"),
+)
 # Entries of an evaluation's "data" that are equal for results on the same data.
 _DATA_IDENTITY = ("fingerprint", "split", "questions_fingerprint", "passages_fingerprint", "match")
 
@@ -38,7 +43,8 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     """Return the page of the runs, evaluations and comparisons at some paths.
 
     Args:
-        metric: the metric that evaluations are compared by; None: nDCG@10, or the first main metric that all have.
+        metric: the metric that evaluations are compared by; None: nDCG@10, or the first main metric
+            that all results have.
 
     Raises:
         UserError: a path holds nothing that can be reported.
@@ -51,13 +57,18 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     comparisons = [source for source in sources if source.kind == "comparison"]
     _make_names_unique(runs)
     _make_names_unique(comparisons)
+    comparison_parts = []
+    for comparison in comparisons:
+        panels = comparison_panels(comparison)
+        comparison_parts.append((comparison, _warnings(comparison.logs), panels))
     picture_numbers = itertools.count(1)
+    made_at = datetime.now(timezone.utc)
     page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=_redact_text)
     return page.render(
         title=title,
         training=_training(runs),
         evaluations=_evaluations(evaluations, metric),
-        comparisons=[(source, _warnings(source.logs), comparison_panels(source)) for source in comparisons],
+        comparisons=comparison_parts,
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         svg=lambda panel: to_svg(panel, salt=str(next(picture_numbers))),
         cost=COST,
@@ -66,12 +77,15 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
         main_metric=next(iter(METRICS)),
         table_rows=table_rows,
         max_changes=_MAX_CHANGES,
-        made=f"contaccum {__version__}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        made=f"contaccum {__version__}, {made_at:%Y-%m-%d %H:%M} UTC",
     )
 
 
 def _redact_text(value: Any) -> Any:
-    """Blank credentials in a plain text; Jinja calls this before it escapes the text. Markup is left as it is."""
+    """Blank credentials in a plain text, and leave other values and markup as they are.
+
+    Jinja calls this before it escapes the text.
+    """
     return redact(value) if type(value) is str else value
 
 
@@ -100,14 +114,14 @@ def _title(sources: Sequence[Source]) -> str:
 
 
 def _entry_names(source: Source) -> list[str]:
-    """Return the names of what a source compares: of a comparison its entries, else the source's own name."""
+    """Return the names of a comparison's entries, or the name of any other source."""
     if source.kind == "comparison":
         return [entry["name"] for entry in source.record["entries"]]
     return [source.name]
 
 
 def _data_names(source: Source) -> list[str]:
-    """Return the names of the data sets of a source: those it was scored on, or a run's training sets."""
+    """Return the names of a result's or comparison's data sets, or of a run's training sets."""
     data = source.record.get("data", {})
     if source.kind == "comparison":
         return [part["name"] for part in data["evaluation"]]
@@ -117,7 +131,7 @@ def _data_names(source: Source) -> list[str]:
 
 
 def _shorten_list(names: Sequence[str]) -> str:
-    """Return "a, b and c"; of many names the first ones, and how many others there are."""
+    """Return "a, b and c", or the first of many names and the number of the others."""
     if len(names) <= _MAX_TITLE_NAMES:
         return join_words(names)
     shown = names[: _MAX_TITLE_NAMES - 1]
@@ -129,7 +143,7 @@ def _count_word(count: int) -> str:
 
 
 def _make_names_unique(sources: Sequence[Source]) -> None:
-    """Number equal names, since tables and curves are by name: "contaccum" and "contaccum (second)"."""
+    """Number equal names, since tables and curves are by name: "mine" and "mine (second)"."""
     num_seen: Counter[str] = Counter()
     for source in sources:
         name = source.name
@@ -148,11 +162,17 @@ def _training(runs: Sequence[Source]) -> dict[str, Any]:
     for row in rows[1:]:
         row["difference"] = _best_difference(row, rows[0])
     settings = dict.fromkeys(key for row in rows for key in row["settings"])
-    eval_keys = dict.fromkeys(key for log in eval_logs.values() for record in log for key in record if "@" in key)
-    eval_panels = log_panels({name: [log] for name, log in eval_logs.items()}, list(eval_keys))
+    differing = []
+    for key in settings:
+        values = {row["settings"].get(key, "") for row in rows}
+        if len(values) > 1:
+            differing.append(key)
+    eval_records = itertools.chain.from_iterable(eval_logs.values())
+    eval_metrics = dict.fromkeys(key for record in eval_records for key in record if "@" in key)
+    eval_panels = log_panels({name: [log] for name, log in eval_logs.items()}, list(eval_metrics))
     return {
         "runs": rows,
-        "differing": [key for key in settings if len({row["settings"].get(key, "") for row in rows}) > 1],
+        "differing": differing,
         "warnings": _warnings(train_logs),
         "panels": eval_panels + log_panels({name: [log] for name, log in train_logs.items()}),
     }
@@ -179,7 +199,10 @@ def _run_row(run: Source) -> dict[str, Any]:
 
 
 def _best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
-    """Return by how much a run's best score is above the first run's; None if the two were not scored alike."""
+    """Return the difference of a run's best score to the first run's.
+
+    It is None if the two were not scored on the same data, or one has no score.
+    """
     evaluation = row["record"].get("evaluation")
     if evaluation is None or evaluation != first["record"].get("evaluation"):
         return None
@@ -189,7 +212,7 @@ def _best_difference(row: Mapping[str, Any], first: Mapping[str, Any]) -> float 
 
 
 def _warnings(logs: Mapping[str, Log]) -> list[str]:
-    """Return a line for each collapse that a log shows, by the rules of training, and for each skipped update.
+    """Return a line for each collapse and each skipped update that a log shows.
 
     Args:
         logs: {name of the run: its training log}.
@@ -198,13 +221,15 @@ def _warnings(logs: Mapping[str, Log]) -> list[str]:
     for name, log in logs.items():
         watch = CollapseWatch()
         warnings = [warning for record in log for warning in watch.observe(record)]
-        warnings += [f"update {record['update']}: skipped, not finite" for record in log if record.get("skipped")]
-        lines += [f"{name}: {warning[:300]}" for warning in warnings]
+        for record in log:
+            if record.get("skipped"):
+                warnings.append(f"update {record['update']}: skipped, not finite")
+        lines += [f"{name}: {warning[:_MAX_WARNING]}" for warning in warnings]
     return lines
 
 
 def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict[str, Any]]:
-    """Return, for each data set, its results, the metrics that all of them have, and each result against the first."""
+    """Return the content of the section of each data set."""
     available = dict.fromkeys(name for source in evaluations for name in source.record["metrics"])
     if metric is not None and evaluations and metric not in available:
         raise ConfigError(f"--metric {metric}: no result has it; there are {', '.join(available)}")
@@ -216,7 +241,7 @@ def _evaluations(evaluations: Sequence[Source], metric: str | None) -> list[dict
 
 
 def _data_section(results: Sequence[Source], metric: str | None) -> dict[str, Any]:
-    """Return the content of the section of one data set, for the results on it."""
+    """Return the results on one data set, their common metrics, and each against the first."""
     _make_names_unique(results)
     first, *others = results
     preferred = [metric] if metric else []
@@ -226,10 +251,16 @@ def _data_section(results: Sequence[Source], metric: str | None) -> dict[str, An
     if common:
         first_scores = _scores_by_query(first, common[0])
         for other in others:
-            changes = compare_queries(_scores_by_query(other, common[0]), first_scores, shown=_MAX_CHANGES)
+            scores = _scores_by_query(other, common[0])
+            changes = compare_queries(scores, first_scores, shown=_MAX_CHANGES)
             pairs.append({**changes, "name": other.name})
     add_holm(pairs)
-    return {"data": first.record["data"], "results": results, "metrics": common[:_MAX_METRICS], "pairs": pairs}
+    return {
+        "data": first.record["data"],
+        "results": results,
+        "metrics": common[:_MAX_METRICS],
+        "pairs": pairs,
+    }
 
 
 def _scores_by_query(evaluation: Source, metric: str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Plots of training curves, each as an SVG for the page, or all side by side in a PNG.
 
-Which values are plotted is decided here; where the plots stand on the page is decided by page.html.j2.
+This module decides which values are plotted; page.html.j2 decides where the plots stand.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from contaccum.comparison.report import METRICS, cell_name
 from contaccum.report.sources import Log, Source
 
-_INK = "#010203"  # placeholder for the colour of text and axes, which to_svg replaces by the page's own
-_STYLE: Any = {  # typed as Any because matplotlib's type for the keys is a literal of all of them
+_INK = "#010203"  # colour of text and axes, which to_svg replaces by the page's own
+_STYLE: Any = {  # Any, because matplotlib's type for the keys is a literal of all of them
     "svg.fonttype": "none",  # texts stay texts
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "font.size": 9,
@@ -34,26 +34,28 @@ _STYLE: Any = {  # typed as Any because matplotlib's type for the keys is a lite
     "ytick.color": _INK,
 }
 EVAL_METRIC = "eval_ndcg@10"
-"""The metric of eval_log.jsonl that is plotted first, and by which a run's best evaluation is chosen."""
+"""Metric of eval_log.jsonl that is plotted first, and by which a run's best update is chosen."""
 # Keys of train_log.jsonl that are plotted; docs/drift.md and docs/training.md explain them.
 _MAIN_KEYS = ("loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill")
 _DIAGNOSTIC_KEYS = (
     *("grad_norm_ratio", "bank_age", "bank_mass", "in_batch_mass", "bank_mass_aged"),
     *("drift_cosine_query", "drift_cosine_passage", "drift_shift_query", "drift_shift_passage"),
-    *("drift_residual_query", "drift_residual_passage", "masked", "embedding_spread", "peak_memory_mb"),
+    *("drift_residual_query", "drift_residual_passage"),
+    *("masked", "embedding_spread", "peak_memory_mb"),
 )
 _FEW_POINTS = 40  # a line of fewer points has a marker at each
 
 Points = Sequence[tuple[float, float]]
+"""(x, y) of each point of one run's line."""
 
 
 class Panel(NamedTuple):
-    """A plot of lines. A line is the mean over runs, with a band from the lowest run to the highest.
+    """A plot of lines: each is the mean over runs, with a band from the lowest to the highest.
 
     Attributes:
         title: the plotted value.
-        lines: {name of the line: points of each of its runs, which differ by the seed}. A line without points is not
-            drawn, but the position of its name still sets the colours of the others.
+        lines: {name of the line: points of each of its runs, which differ by the seed}. The
+            position of a name sets its colour; a line without points is not drawn.
         unit: label of the x axis.
         log_x: whether the x axis is logarithmic.
         is_diagnostic: whether the page folds the plot away.
@@ -78,12 +80,13 @@ class Panel(NamedTuple):
             marker = "." if length < _FEW_POINTS else ""
             axes.plot(x, y.mean(axis=0), color=colour, marker=marker, linewidth=1.4, label=name)
             if len(runs) > 1:
-                axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+                band = y.min(axis=0), y.max(axis=0)
+                axes.fill_between(x, *band, color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(self.unit)
         if self.unit == "update":
             axes.xaxis.get_major_locator().set_params(integer=True)
         if self.log_x:
-            # Ticks are set at the points: matplotlib's own tick labels are formulas, which parse_math=False breaks.
+            # matplotlib's own tick labels are formulas, which parse_math=False would show as text.
             ticks = sorted({x for runs in self.lines.values() for run in runs for x, _ in run})
             axes.set_xscale("log")
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45)
@@ -119,7 +122,8 @@ def comparison_panels(comparison: Source) -> list[Panel]:
     """
     report = comparison.record
     metric, metric_title = next(iter(METRICS.items()))
-    runs_by_line: dict[str, list[Any]] = {_line_name(group): [] for group in report["groups"].values()}
+    groups = report["groups"].values()
+    runs_by_line: dict[str, list[Any]] = {_line_name(group): [] for group in groups}
     for run in report["runs"].values():
         runs_by_line[_line_name(run)].append(run)
     panels = []
@@ -129,7 +133,9 @@ def comparison_panels(comparison: Source) -> list[Panel]:
     for unit, key in (("update", "update"), ("seconds of training", "train_seconds")):
         for panel in log_panels(curves, [metric], key):
             panels.append(Panel(f"{metric_title} by {unit}", panel.lines, unit))
-    logs = {name: [comparison.logs[run["name"]] for run in runs] for name, runs in runs_by_line.items()}
+    logs = {}
+    for name, runs in runs_by_line.items():
+        logs[name] = [comparison.logs[run["name"]] for run in runs]
     return panels + log_panels(logs)
 
 
@@ -137,14 +143,17 @@ def _tuning_panel(report: Mapping[str, Any], metric_title: str, line_names: Sequ
     """Return a plot of the dev scores by the value of the tuned setting.
 
     Args:
-        line_names: the names in the order of the other panels, since the position of a name sets its colour.
+        line_names: names in the order of the other panels, since the position sets the colour.
     """
     tuning = report["tuning"]
     lines: dict[str, list[Points]] = {name: [] for name in line_names}
     for group in tuning["groups"].values():
-        if group["final"]:
-            scores = [(float(value), score) for value, score in group["scores"].items() if score is not None]
-            lines[_line_name(report["groups"][group["final"]])] = [scores]
+        if not group["final"]:
+            continue
+        scores = group["scores"].items()
+        points = [(float(value), score) for value, score in scores if score is not None]
+        name = _line_name(report["groups"][group["final"]])
+        lines[name] = [points]
     return Panel(f"{metric_title} on dev by {tuning['key']}", lines, tuning["key"], log_x=True)
 
 
@@ -171,12 +180,12 @@ def save_png(panels: Sequence[Panel], path: Path) -> None:
 
 
 def to_svg(panel: Panel, salt: str) -> str:
-    """Return a panel as an SVG element for the page, with escaped texts, in the page's colour of text.
+    """Return a panel as an SVG element with escaped texts, in the page's colour of text.
 
     Args:
-        salt: another text for each picture of a page. matplotlib names clip paths and markers by hashes, which must
-            differ between pictures: a browser takes the first of equal names, and finds nothing where that one is
-            folded away.
+        salt: a text that differs between the pictures of a page. It makes the ids of clip paths and
+            markers differ: a browser takes the first of equal ids, and would draw nothing if that
+            one were in a folded part.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -188,8 +197,9 @@ def to_svg(panel: Panel, salt: str) -> str:
         figure.savefig(output, format="svg", transparent=True)
     _, view_box, body = re.split(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', output.getvalue())
     # Metadata, styles and fonts are the page's own.
-    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;", "", body, flags=re.S)
-    # Ids that number the parts of a figure are the same in every picture, and nothing refers to them.
+    not_ours = r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;"
+    body = re.sub(not_ours, "", body, flags=re.S)
+    # The numbered ids of a figure's parts are equal in all pictures. Nothing refers to them.
     body = re.sub(r' id="[\w.]+_\d+"', "", body)
     body = body.replace(_INK, "currentColor")
     return f'<svg role="img" aria-label="{escape(panel.title)}" {view_box}>{body}'

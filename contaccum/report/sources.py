@@ -1,6 +1,6 @@
-"""Reading what a report shows: training runs, results of evaluations and comparisons, with their logs.
+"""Reading of training runs, results of evaluations and comparisons, with their logs.
 
-Nothing is computed or drawn here.
+Nothing is computed or plotted here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Source:
     Attributes:
         kind: "run", "evaluation" or "comparison".
         name: a run's folder, an evaluation's model, or a comparison's folder.
-        record: the content of a run's `run.json`, an evaluation's result file, or a comparison's `report.json`.
-        logs: a run's logs by file name; a comparison's training logs by name of the run, empty where the run's folder
-            is not beside `report.json`.
+        record: the content of a run's `run.json`, of an evaluation's result file, or of a
+            comparison's `report.json`.
+        logs: a run's logs by file name; a comparison's training logs by name of the run, which are
+            empty if the run's folder is not beside `report.json`.
     """
 
     kind: str
@@ -40,7 +41,7 @@ class Source:
 
 
 def read_source(path: Path) -> Iterator[Source]:
-    """Read what a path holds; a table of an evaluation of several sets gives one source for each set.
+    """Read the output at a path; an evaluation of several data sets gives one source for each.
 
     Raises:
         UserError: the path holds no output that can be reported.
@@ -59,29 +60,34 @@ def read_source(path: Path) -> Iterator[Source]:
             model = (record.get("model") or {}).get("name")
             yield Source("evaluation", _model_name(model or file.stem), record)
     else:
-        mend = "give a folder of `contaccum train` or `compare`, or a file of `contaccum evaluate` or `open_qa`"
-        raise UserError(f"{path}: nothing that can be reported ({mend})")
+        outputs = "a folder of `contaccum train` or `compare`, or a file of `evaluate` or `open_qa`"
+        raise UserError(f"{path}: nothing that can be reported (give {outputs})")
 
 
 def _model_name(model: str) -> str:
-    """Return the last name of a model's path; the last two where the last says nothing of the model."""
+    """Return the last part of a model's path, or the last two if the last is a common name."""
     path = Path(model)
-    says_nothing = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
-    if says_nothing and path.parent.name:
+    is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
+    if is_common_name and path.parent.name:
         return f"{path.parent.name}/{path.name}"
     return path.name
 
 
 def read_comparison(path: Path) -> Source:
-    """Read a comparison's `report.json`, and the training logs of its runs where their folders are beside it."""
+    """Read a comparison's `report.json`, and the training logs of the runs beside it."""
     report = read_json(path)
-    runs = path.parent / "runs"
-    logs = {name: _read_whole_lines(runs / Path(name).name / TRAIN_LOG) for name in report["runs"]}
+    logs = {}
+    for name in report["runs"]:
+        folder = path.parent / "runs" / Path(name).name
+        logs[name] = _read_whole_lines(folder / TRAIN_LOG)
     return Source("comparison", path.resolve().parent.name, report, logs)
 
 
 def _read_whole_lines(path: Path) -> Log:
-    """Return the records of a log, none if there is no file, without a last line that a kill cut short."""
+    """Return the records of a log, without a last line that a kill cut short.
+
+    There are none if there is no file.
+    """
     if not path.is_file():
         return []
     num_whole_lines = path.read_bytes().count(b"\n")

@@ -180,7 +180,8 @@ def test_settings_are_listed_that_differ_between_entries_or_from_their_default(t
     variants = [["published", "drift_compensation=none", "query_prompt=a|b"]]
     given = ["--temperature=0.1", "--normalize_by=local", "--learning_rate=5e-5"]
     methods = ["grad_cache", "contaccum", "pre_batch", "in_batch"]
-    plan = make_plan(read_options([], [*tokens, *given]), methods, variants, ["bank_size=8,16"], [0])
+    options = read_options([], [*tokens, *given])
+    plan = make_plan(options, methods, variants, ["bank_size=8,16"], [0])
     text = markdown(build_report(plan, {}, {}, ABOUT))
     settings = text[text.index("## Settings") : text.index("## How to read it")]
     table = [line for line in settings.splitlines() if line.startswith("|")]
@@ -199,5 +200,6 @@ def test_settings_are_listed_that_differ_between_entries_or_from_their_default(t
 
 
 def test_settings_that_are_all_at_their_default_make_no_table(tokens):
-    plan = make_plan({"model": ["m"], "train_data": ["d"]}, ["grad_accum", "contaccum"], [], [], [0])
+    options = {"model": ["m"], "train_data": ["d"]}
+    plan = make_plan(options, ["grad_accum", "contaccum"], [], [], [0])
     assert set(build_report(plan, {}, {}, ABOUT)["changed_settings"]) == {"model", "train_data"}

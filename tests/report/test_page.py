@@ -108,7 +108,8 @@ def test_differences_are_those_of_the_paired_bootstrap(everything, page):
     rows = rows_of(page)
     (row,) = [row for row in rows if row[0] == "tuned" and row[-3:] == ["14", "5", "1"]]
     assert row[1] == f"{sum(v['NDCG@10'] for v in tuned.values()) / 20:.4f}"
-    assert row[2:4] == ["{difference:+.4f}".format(**expected), "{low:+.4f} to {high:+.4f}".format(**expected)]
+    interval = "{low:+.4f} to {high:+.4f}".format(**expected)
+    assert row[2:4] == ["{difference:+.4f}".format(**expected), interval]
     listed = [row for row in rows if re.fullmatch(r"q\d+", row[0]) and row[1] == "0.5000"][:15]
     assert (listed[0][0], listed[0][-1]) == ("q0", "+0.2000")
     assert (listed[-1][0], listed[-1][-1]) == ("q1", "-0.2000")
@@ -124,7 +125,8 @@ def test_runs_differ_by_their_settings_and_their_best_figure_is_named(everything
     assert ["bank_size", "512", "2048"] in rows
     assert not any(row[0] == "learning_rate" for row in rows if len(row) > 2)
     overview = next(row for row in rows if row[0] == "one")
-    assert overview[:10] == ["one", "0.7234", "", "8", "0.2500", "12", "contaccum", "7", "128", "512"]
+    assert overview[:6] == ["one", "0.7234", "", "8", "0.2500", "12"]
+    assert overview[6:10] == ["contaccum", "7", "128", "512"]
 
 
 def test_a_difference_of_runs_is_of_their_best_scores_on_the_same_data(made):
@@ -132,7 +134,8 @@ def test_a_difference_of_runs_is_of_their_best_scores_on_the_same_data(made):
         runs = [made.training_run("one"), made.training_run("two", offset=0.05)]
         for run, data in zip(runs, evaluation.values(), strict=True):
             record = json.loads((run / "run.json").read_text())
-            (run / "run.json").write_text(json.dumps({**record, "evaluation": {"fingerprint": data}}))
+            record["evaluation"] = {"fingerprint": data}
+            (run / "run.json").write_text(json.dumps(record))
         return next(row[2] for row in rows_of(build_page(runs)) if row[0] == "two")
 
     assert best_difference(one="same", two="same") == "+0.0500"
@@ -160,7 +163,8 @@ def test_the_result_comes_first_then_main_curves_then_folded_diagnostics_and_det
 
 def test_diagnostics_are_closed_and_main_curves_are_not_among_them(made):
     run = made.training_run("mine")
-    keys = ("loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill", "grad_norm_ratio", "masked")
+    main = ["loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill"]
+    keys = (*main, "grad_norm_ratio", "masked")
     line = {**dict.fromkeys(keys, 1.0), "seconds": 1.0, "peak_memory_mb": 1.0}
     made.write("mine/train_log.jsonl", [{"update": update, **line} for update in (1, 2)])
     page = build_page([run])
@@ -168,13 +172,15 @@ def test_diagnostics_are_closed_and_main_curves_are_not_among_them(made):
     (folded,) = re.findall(r'<details class="diagnostics">.*?</details>', page, flags=re.S)
     captions = re.compile("<figcaption>(.*?)</figcaption>")
     assert captions.findall(folded) == ["grad_norm_ratio", "masked", "peak_memory_mb"]
-    main = ["eval_ndcg@10", "loss", "learning_rate", "grad_norm_query", "grad_norm_passage", "bank_fill"]
-    assert captions.findall(page.replace(folded, "")) == main
+    assert captions.findall(page.replace(folded, "")) == ["eval_ndcg@10", *main]
 
 
 def test_a_comparison_shows_its_main_metric_before_its_curves_and_folds_other_metrics():
     page = build_page([ROOT / "docs" / "benchmarks" / "quality" / "nqg_k16.json"])
-    order = ["nDCG@10 on test</h3>", "<h2>Curves of", "nDCG@10 by update", "<summary>Recall@100 on test", "Cost</h3>"]
+    order = [
+        *("nDCG@10 on test</h3>", "<h2>Curves of", "nDCG@10 by update"),
+        *("<summary>Recall@100 on test", "Cost</h3>"),
+    ]
     positions = [page.index(text) for text in order]
     assert positions == sorted(positions)
 
@@ -190,7 +196,8 @@ def test_the_title_says_what_was_compared_on_which_data(made):
     contaccum, grad_accum = (made.training_run(name) for name in ("contaccum", "grad_accum"))
     results = [made.evaluation("contaccum"), made.evaluation("grad_accum")]
     assert title_of([contaccum, grad_accum]) == "contaccum and grad_accum"
-    assert title_of([contaccum, results[0], grad_accum, results[1]]) == "contaccum and grad_accum on made"
+    sources = [contaccum, results[0], grad_accum, results[1]]
+    assert title_of(sources) == "contaccum and grad_accum on made"
     published, *others = [made.evaluation(name) for name in ("publ", "a", "b", "c", "d")]
     assert title_of([published, *others]) == "publ, a, b and two others on made"
     comparison = ROOT / "docs" / "benchmarks" / "quality" / "study_scifact.json"
@@ -208,7 +215,7 @@ def test_a_run_without_results_is_titled_by_its_training_data(made):
 
 
 def test_equal_names_are_counted_in_words_and_told_apart_in_tables(made):
-    runs = [made.training_run("a/mine"), made.training_run("b/mine", bank_size=2048), made.training_run("c/mine")]
+    runs = [made.training_run(name) for name in ("a/mine", "b/mine", "c/mine")]
     result = made.evaluation("mine")
     assert title_of([*runs, result]) == "mine (three runs) on made"
     names = [row[0] for row in rows_of(build_page(runs)) if row[-1] == "f" * 12]
@@ -227,7 +234,7 @@ def test_equal_names_are_counted_in_words_and_told_apart_in_tables(made):
         ("model", "model"),
     ],
 )
-def test_a_model_is_named_by_its_folder_and_by_the_one_above_if_that_says_nothing(made, model, name):
+def test_a_model_is_named_by_its_folder_or_the_last_two_of_a_common_name(made, model, name):
     result = made.evaluation("made")
     record = json.loads(result.read_text())
     result.write_text(json.dumps({**record, "model": {"name": model}}))
