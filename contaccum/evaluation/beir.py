@@ -17,7 +17,15 @@ import numpy as np
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split
 from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data, set_name
 from contaccum.errors import ConfigError, DataError
-from contaccum.evaluation.metrics import DEFAULT_K_VALUES, check_k_values, paired_bootstrap, score_run, trec_order
+from contaccum.evaluation.metrics import (
+    DEFAULT_K_VALUES,
+    check_k_values,
+    ignored_judgements,
+    paired_bootstrap,
+    score_run,
+    trec_order,
+    warn_of_ignored_judgements,
+)
 from contaccum.evaluation.results import EvaluationResult, Run
 
 
@@ -40,6 +48,7 @@ def evaluate_beir(
         ConfigError: settings that are out of range or do not fit the model or the data; before anything is encoded.
     """
     k_values = check_k_values(k_values)
+    warn_of_ignored_judgements(dataset.qrels, dataset.name)
     run, about, (asked, documents) = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
     if served:
         rows = score_served(dataset, asked, documents, about["model"]["similarity"], **served)
@@ -63,6 +72,7 @@ def score_beir_run(
     top = {query: dict(trec_order(run[query])[:deepest]) for query in dataset.qrels if query in run}
     if not top:
         raise DataError(f"{name}: has results for none of {dataset.name}'s judged queries")
+    warn_of_ignored_judgements(dataset.qrels, dataset.name)
     metrics, per_query = score_run(dataset.qrels, top, k_values)
     data = about_data(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)}
     return EvaluationResult(metrics, per_query, top, data, model={"name": name}, search={"k": deepest})
@@ -70,7 +80,7 @@ def score_beir_run(
 
 def about_data(dataset: BeirDataset) -> dict[str, Any]:
     """What a result or a report says about a data set."""
-    return {
+    about = {
         "name": dataset.name,
         "split": dataset.split,
         "path": str(dataset.path),
@@ -79,6 +89,10 @@ def about_data(dataset: BeirDataset) -> dict[str, Any]:
         "judgements": sum(map(len, dataset.qrels.values())),
         "fingerprint": dataset.fingerprint,
     }
+    ignored = len(ignored_judgements(dataset.qrels))
+    if ignored:
+        about["ignored_judgements"] = ignored
+    return about
 
 
 def load_data(

@@ -17,7 +17,12 @@ from sentence_transformers.util import cos_sim, dot_score
 from contaccum.data import BeirDataset
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import about_data
-from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric, score_run
+from contaccum.evaluation.metrics import (
+    DEFAULT_METRICS,
+    check_metric,
+    score_run,
+    warn_of_ignored_judgements,
+)
 
 
 class RetrievalEvaluator(SentenceEvaluator):
@@ -53,6 +58,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         about: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        warn_of_ignored_judgements(dataset.qrels, dataset.name)
         self.dataset = dataset
         self.metrics = tuple(dict.fromkeys(map(check_metric, metrics)))
         self.batch_size = batch_size

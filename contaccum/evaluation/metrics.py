@@ -7,13 +7,17 @@ and tables are elsewhere.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from contaccum.errors import ConfigError, DataError, closest
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
@@ -63,6 +67,31 @@ def score_run(
         per_query[qid] = scores
     names = metric_names(k_values)
     return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}, per_query
+
+
+def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return the queries for which the document with their own id is judged above 0.
+
+    `score_run` ignores that document, so no search can find it.
+    """
+    return [query for query, grades in qrels.items() if grades.get(query, 0) > 0]
+
+
+def warn_of_ignored_judgements(qrels: Mapping[str, Mapping[str, int]], name: str) -> None:
+    """Warn, once for each data set of this ``name``, where there are `ignored_judgements`."""
+    queries = ignored_judgements(qrels)
+    if queries:
+        _warn_once(
+            f"{name}: {len(queries)} judgements above 0 name the document with the query's own id, "
+            f"such as {queries[0]!r:.60}. As in BEIR, that document is dropped from the results: "
+            "these judgements count as not found and lower the scores. If these documents are not "
+            "the queries themselves, give queries and documents different ids"
+        )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:

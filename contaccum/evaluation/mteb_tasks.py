@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from contaccum.errors import ConfigError, DataError
-from contaccum.evaluation.metrics import score_run
+from contaccum.evaluation.metrics import score_run, warn_of_ignored_judgements
 from contaccum.evaluation.results import EvaluationResult, Run
 from contaccum.files import fingerprint, read_json
 
@@ -83,6 +83,8 @@ def run_task(
     for part, subset, split in cells:
         texts, ours = part.dataset[subset][split], hits[part.prediction_file_name][subset][split]
         qrels = dict(sorted(texts["relevant_docs"].items()))  # mteb has them in any order
+        if part.ignore_identical_ids:
+            warn_of_ignored_judgements(qrels, part.metadata.name)
         metrics, scores = score_run(qrels, ours, k_values, part.ignore_identical_ids)
         means.append(metrics)
         prefix = f"{part.metadata.name}/{subset}/{split}/" if len(cells) > 1 else ""

@@ -1,5 +1,6 @@
 """Which sets `--data` stands for, and a model's score on one: by hand, by BEIR's own pipeline, and as published."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import evaluate_beir, evaluation_sets, score_beir_run
+from contaccum.evaluation.beir import about_data, evaluate_beir, evaluation_sets, score_beir_run
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
 OUT = Path("out.json")
@@ -38,6 +39,60 @@ def places(tmp_path_factory):
 @pytest.fixture
 def model(tiny_model_path):
     return DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+
+
+def write_shared_ids(folder: Path) -> Path:
+    """Write a BEIR folder in which document i is relevant to query i, for three of four queries."""
+    documents = [{"_id": str(i), "text": f"document {i}"} for i in range(4)]
+    queries = [{"_id": str(i), "text": f"query {i}"} for i in range(4)]
+    judgements = ["0\t0\t1", "1\t1\t2", "2\t2\t0", "2\t3\t1", "3\t3\t1"]
+    (folder / "qrels").mkdir(parents=True)
+    for name, rows in (("corpus", documents), ("queries", queries)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "qrels" / "test.tsv").write_text("\n".join(judgements) + "\n")
+    return folder
+
+
+def own_warnings(caplog) -> list[str]:
+    """Return the messages that loggers of this package have written."""
+    records = caplog.records
+    return [record.getMessage() for record in records if record.name.startswith("contaccum")]
+
+
+def evaluate_model_twice(model, data):
+    for _ in range(2):
+        evaluate_beir(model, data, (1,), show_progress=False)
+
+
+def evaluate_while_training(model, data):
+    evaluator = RetrievalEvaluator(data, ["ndcg@1"])
+    for _ in range(2):
+        evaluator(model)
+
+
+def score_run_of_another_system(model, data):
+    score_beir_run(data, {"0": {"0": 1.0, "1": 0.5}}, (1,), "r")
+
+
+WAYS_TO_EVALUATE = [evaluate_model_twice, evaluate_while_training, score_run_of_another_system]
+
+
+@pytest.mark.parametrize("evaluate", WAYS_TO_EVALUATE)
+def test_judged_documents_with_the_querys_id_are_warned_of_once(evaluate, model, tmp_path, caplog):
+    name = evaluate.__name__  # warnings are given once for each data set
+    data = load_beir_folder(write_shared_ids(tmp_path / name))
+    assert not caplog.records
+    evaluate(model, data)
+    (warning,) = own_warnings(caplog)
+    beginning = "3 judgements above 0 name the document with the query's own id, such as '0'"
+    assert warning.startswith(f"{name}: {beginning}")
+    assert about_data(data)["ignored_judgements"] == 3
+
+
+def test_data_without_such_judgements_is_not_warned_of(model, places, caplog):
+    evaluate_beir(model, places, (1,), show_progress=False)
+    assert not own_warnings(caplog)
+    assert "ignored_judgements" not in about_data(places)
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
