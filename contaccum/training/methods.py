@@ -102,26 +102,20 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
             )
 
 
-def settle_parameters(
-    args: ContAccumTrainingArguments, model: SentenceTransformer, loss: Any, features: list[dict[str, Any]]
-) -> None:
-    """Make DDP wait for the gradients that come, and for no others.
+def reads_embeddings_alone(loss: Any) -> bool:
+    """Return whether a loss is known to read sentence embeddings and nothing else of the model."""
+    known = (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss)
+    return isinstance(innermost(loss), known)
+
+
+def settle_search_of_unused_parameters(args: ContAccumTrainingArguments, model: SentenceTransformer, loss: Any) -> None:
+    """Make DDP wait for the gradients that come, and for no others. The accelerator reads it when it is made.
 
     DDP looks for unused parameters after every column, and takes the query tower to be unused by the last. For losses
     that read sentence embeddings and nothing else, `freeze_unused` does that work, on any number of ranks. Losses
     with a gradient cache call the model once per backward pass, where DDP's search is right, and needed.
-
-    Args:
-        features: those of the first row of every training set, one dictionary for each column.
     """
-    loss = innermost(loss)
-    cached = uses_gradient_cache(loss)
-    reads_embeddings_alone = isinstance(
-        loss, (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss)
-    )
-    if reads_embeddings_alone and features:
-        freeze_unused(model, features, freezes_unreached=args.world_size > 1 and not cached)
-    if not cached and (reads_embeddings_alone or not is_tied(model)):
+    if not uses_gradient_cache(innermost(loss)) and (reads_embeddings_alone(loss) or not is_tied(model)):
         args.ddp_find_unused_parameters = False
 
 

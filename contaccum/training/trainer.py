@@ -41,7 +41,15 @@ from contaccum.training import checkpoint, log
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
 from contaccum.training.log import rows_of
-from contaccum.training.methods import check_columns, columns_by_set, make_loss, settle_parameters, take_roles
+from contaccum.training.methods import (
+    check_columns,
+    columns_by_set,
+    freeze_unused,
+    make_loss,
+    reads_embeddings_alone,
+    settle_search_of_unused_parameters,
+    take_roles,
+)
 from contaccum.training.refresh import NegativeRefresh
 from contaccum.training.updates import WHAT_ELSE, Updates, is_out_of_memory, random_states, set_random_states
 
@@ -103,6 +111,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         log.describe_in_card(model.model_card_data, model, args, data_record or {}, own_loss=loss is not None)
         loss = make_loss(model, args, guide) if loss is None else loss
         check_columns(args, loss, columns)
+        settle_search_of_unused_parameters(args, model, loss)
         self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
         self.data_record = dict(data_record or {})
         args.hub_strategy = HubStrategy.END  # else transformers uploads output_dir at each checkpoint, run.json and all
@@ -111,7 +120,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
-        settle_parameters(args, model, loss, self._features_of_first_rows())
+        features = self._features_of_first_rows()
+        if features and reads_embeddings_alone(loss):
+            waits_for_all = args.world_size > 1 and args.ddp_find_unused_parameters is False
+            freeze_unused(model, features, freezes_unreached=waits_for_all)
         # Counted here, as ZeRO-3 leaves parameters empty later on.
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
