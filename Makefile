@@ -35,8 +35,8 @@ $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
 
 test-lowest: $(DEV) $(VENV)-lowest/.installed
 	PYTHONPATH=$(abspath $(VENV)-lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) \
-		tests/test_losses.py tests/test_encoders.py tests/test_loops.py tests/test_adapters.py \
-		tests/training/test_updates.py --deselect tests/test_adapters.py::test_what_is_not_installed_is_named
+		tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py tests/test_loops.py tests/encoders/test_adapters.py \
+		tests/training/test_updates.py --deselect tests/encoders/test_adapters.py::test_what_is_not_installed_is_named
 
 # The newest versions that pyproject.toml allows, whatever is pinned.
 test-newest:

@@ -9,22 +9,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from contaccum.encoders import DualEncoder as DualEncoder
-    from contaccum.info_nce import BankedInfoNCE as BankedInfoNCE
-    from contaccum.losses import CachedContAccumLoss as CachedContAccumLoss
-    from contaccum.losses import ContAccumLoss as ContAccumLoss
-    from contaccum.memory_bank import MemoryBank as MemoryBank
+    from contaccum.bank.info_nce import BankedInfoNCE as BankedInfoNCE
+    from contaccum.bank.memory_bank import MemoryBank as MemoryBank
+    from contaccum.encoders.dual_encoder import DualEncoder as DualEncoder
+    from contaccum.losses.contaccum import CachedContAccumLoss as CachedContAccumLoss
+    from contaccum.losses.contaccum import ContAccumLoss as ContAccumLoss
     from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
     from contaccum.training.trainer import ContAccumTrainer as ContAccumTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "MemoryBank": "contaccum.memory_bank",
-    "BankedInfoNCE": "contaccum.info_nce",
-    "ContAccumLoss": "contaccum.losses",
-    "CachedContAccumLoss": "contaccum.losses",
-    "DualEncoder": "contaccum.encoders",
+    "MemoryBank": "contaccum.bank.memory_bank",
+    "BankedInfoNCE": "contaccum.bank.info_nce",
+    "ContAccumLoss": "contaccum.losses.contaccum",
+    "CachedContAccumLoss": "contaccum.losses.contaccum",
+    "DualEncoder": "contaccum.encoders.dual_encoder",
     "ContAccumTrainer": "contaccum.training.trainer",
     "ContAccumTrainingArguments": "contaccum.training.arguments",
 }

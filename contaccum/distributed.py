@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from contaccum.pairs import Ids
+from contaccum.bank.logits import Ids
 
 
 def world_size() -> int:

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from contaccum.adapters import add_adapter
-from contaccum.encoders import DualEncoder, configure
+from contaccum.encoders.adapters import add_adapter
+from contaccum.encoders.dual_encoder import DualEncoder, configure
 from contaccum.files import provenance, write_json
 from contaccum.training.arguments import BANK_METHODS, CACHED_METHODS, ContAccumTrainingArguments
-from contaccum.training.methods import make_loss
+from contaccum.training.loss_factory import make_loss
 from contaccum.training.options import METHODS
 from contaccum.training.updates import forget_peak_memory, peak_memory_mb
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from contaccum.comparison.report import by_query
+from contaccum.comparison.summary import by_query
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.tables import markdown_table

@@ -14,7 +14,7 @@ import torch
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
-from contaccum.evaluation.beir import evaluate_beir
+from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.metrics import paired_bootstrap
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -12,8 +12,8 @@ import argparse
 import torch
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
-from contaccum.adapters import add_adapter, merge_adapter
 from contaccum.data import load_training_data
+from contaccum.encoders.adapters import add_adapter, merge_adapter
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B-Base")

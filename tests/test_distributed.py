@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
-from contaccum.directions import DIRECTIONS
+from contaccum.bank.directions import DIRECTIONS
 
 D = 6
 WORLD = 3  # two and four train in tests/training/test_forked_runs.py

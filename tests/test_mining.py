@@ -19,8 +19,8 @@ from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
-from contaccum.distill import split_labels
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
     SelectionRules,

@@ -49,8 +49,8 @@ def run(argv: Sequence[str]) -> int:
     asked, rest = parser.parse(argv[len(files) :], rest=True)
 
     from contaccum.comparison.plan import make_plan, read_options, with_chosen
-    from contaccum.comparison.report import build_report, markdown
     from contaccum.comparison.run import about_sets, run_plan
+    from contaccum.comparison.summary import build_report, markdown
     from contaccum.comparison.tuning import about_tuning, climb, read_ladder
     from contaccum.report import comparison_panels, read_comparison, save_png
 

@@ -82,39 +82,43 @@ def run(argv: Sequence[str]) -> int:
 
 def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
     """The sets of --data or --mteb, what earlier results have of them, and their records, which are written."""
-    from contaccum.evaluation import beir, metrics, mteb_tasks, results, tables
+    from contaccum.evaluation import beir_sets, metrics, mteb_tasks, results, tables
 
     tasks = mteb_tasks.find_tasks(args.mteb) if args.mteb else {}
-    sets = beir.evaluation_sets(args.data or [], args.output) or beir.place(dict.fromkeys(tasks, ""), args.output)
+    sets = beir_sets.evaluation_sets(args.data or [], args.output) or beir_sets.place(
+        dict.fromkeys(tasks, ""), args.output
+    )
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
     # single one is held: BEIR's larger sets do not fit in memory together.
-    only = beir.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 and not tasks else None
+    only = beir_sets.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 and not tasks else None
     data = [mteb_tasks.about_task(task) for task in tasks.values()]
-    data = data or [beir.about_data(only or beir.load_data(one.given, args.split, args.on_bad_record)) for one in sets]
+    data = data or [
+        beir_sets.about_data(only or beir_sets.load_data(one.given, args.split, args.on_bad_record)) for one in sets
+    ]
     labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
     previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
     score: Any
     if tasks:
         model, deepest = load_model(args.model, args), max(args.k_values)
-        plan = beir.plan_search(model, deepest, deepest)
+        plan = beir_sets.plan_search(model, deepest, deepest)
         plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
         how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
         at = {"folder": args.output.with_suffix(".mteb"), "k_values": args.k_values}
         plans, score = [plan] * len(sets), partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at)
     elif args.run is None:
         model, settings = load_model(args.model, args), search_settings(args)
-        plans = [beir.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
+        plans = [beir_sets.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
         settings |= {"model_name": args.model, "show_progress": not args.no_progress}
         if args.dims or args.quantize:
             types = args.quantize or ["float32"]
-            served = beir.plan_served(model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0])
+            served = beir_sets.plan_served(model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0])
             settings, plans = settings | {"served": served}, [{**plan, "served": served} for plan in plans]
-        score = partial(beir.evaluate_beir, model, k_values=args.k_values, **settings)
+        score = partial(beir_sets.evaluate_beir, model, k_values=args.k_values, **settings)
     else:
         plans, found = [{}], results.read_trec_run(args.run, args.on_bad_record)
-        score = partial(beir.score_beir_run, run=found, k_values=args.k_values, name=str(args.run))
+        score = partial(beir_sets.score_beir_run, run=found, k_values=args.k_values, name=str(args.run))
 
     records = []
     for one, about, plan in zip(sets, data, plans, strict=True):
@@ -125,7 +129,7 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
             print(f"kept: {one.output} (same model, data and settings)")
         else:
             task = tasks.get(one.label)
-            result = score(task or only or beir.load_data(one.given, args.split, args.on_bad_record))
+            result = score(task or only or beir_sets.load_data(one.given, args.split, args.on_bad_record))
             results.write_result(result, one.output)
             record = result.record()
         records.append(record)

@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     add("--match", choices=("string", "regex"), default="string", help="regex for CuratedTREC")
     args = parse_scoring(parser, argv, Path("open_qa.json"), [1, 5, 20, 100])
     from contaccum.data import RecordReport, load_questions
-    from contaccum.evaluation import beir, metrics, results, tables
+    from contaccum.evaluation import beir_sets, metrics, results, tables
     from contaccum.evaluation.open_qa import load_passages, score_open_qa
 
     questions, report = load_questions(args.questions, args.on_bad_record), RecordReport(args.on_bad_record)
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
         data["passages_fingerprint"] = fingerprint(*chain.from_iterable(passages.values()))
         corpus = {name: {"title": passage.title, "text": passage.text} for name, passage in passages.items()}
         settings = {**search_settings(args), "show_progress": not args.no_progress, "model_name": args.model}
-        found, about, _ = beir.search(load_model(args.model, args), corpus, questions.texts, deepest, **settings)
+        found, about, _ = beir_sets.search(load_model(args.model, args), corpus, questions.texts, deepest, **settings)
     else:
         found = results.read_trec_run(args.run, args.on_bad_record)
         found = {name: dict(metrics.trec_order(hits)[:deepest]) for name, hits in found.items()}

@@ -92,7 +92,7 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     """The model ``name`` as the command line says; raises `UserError` for a model or device that cannot be used."""
     import torch
 
-    from contaccum.encoders import DualEncoder, set_max_lengths
+    from contaccum.encoders.dual_encoder import DualEncoder, set_max_lengths
 
     try:
         torch.empty(0, device=args.device)  # before a model is read for it
@@ -104,6 +104,6 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
 
 
 def search_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """How the commands that search in memory do it, as `contaccum.evaluation.beir.search` takes it."""
+    """How the commands that search in memory do it, as `contaccum.evaluation.beir_sets.search` takes it."""
     names = ("index", "index_parameters", "batch_size", "similarity", "precision")
     return {name: getattr(args, name) for name in names}

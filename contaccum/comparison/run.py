@@ -24,11 +24,11 @@ from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
 from contaccum.comparison.plan import Plan, as_tokens
-from contaccum.comparison.report import METRICS
+from contaccum.comparison.summary import METRICS
 from contaccum.data import BeirDataset
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import about_data, evaluate_beir
-from contaccum.evaluation.beir import load_data as load_beir_data
+from contaccum.evaluation.beir_sets import about_data, evaluate_beir
+from contaccum.evaluation.beir_sets import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, redact, write_json
 from contaccum.retrieval.encode import model_fingerprint

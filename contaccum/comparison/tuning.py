@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from contaccum.comparison.plan import Plan, refuse_own, tunable, with_value
-from contaccum.comparison.report import METRICS, Results
+from contaccum.comparison.summary import METRICS, Results
 from contaccum.errors import ConfigError
 
 Scores = Mapping[str, float | None]

@@ -137,7 +137,7 @@ class EpochSampling:
 
     def _label(self, number: int, texts: Mapping[str, str], row_scores: Mapping[str, float]) -> Any:
         """Number and ids of a row, or either; or its scores, after ids as the bits of float32: a batch has one tensor
-        of labels, of one type. `contaccum.distill` reads them. Texts and scores go by column."""
+        of labels, of one type. `contaccum.losses.distillation` reads them. Texts and scores go by column."""
         ids = text_ids(texts.values()).tolist() if self.gives_ids else []
         scores = [row_scores[name] for name in texts if name in row_scores]
         if ids and scores:

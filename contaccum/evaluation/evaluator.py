@@ -16,7 +16,7 @@ from sentence_transformers.util import cos_sim, dot_score
 
 from contaccum.data import BeirDataset
 from contaccum.errors import DataError
-from contaccum.evaluation.beir import about_data
+from contaccum.evaluation.beir_sets import about_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
     check_metric,

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from contaccum.errors import DataError
-from contaccum.evaluation.beir import EvaluationSet
+from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.results import read_result, result_files
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum import __version__
-from contaccum.comparison.report import COST, METRICS, NOTES, join_words, table_rows, template
+from contaccum.comparison.summary import COST, METRICS, NOTES, join_words, table_rows, template
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import MAIN_METRICS, add_holm
 from contaccum.evaluation.tables import compare_queries

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from contaccum.comparison.report import METRICS, cell_name
+from contaccum.comparison.summary import METRICS, cell_name
 from contaccum.report.sources import Log, Source
 
 _INK = "#010203"  # colour of text and axes, which to_svg replaces by the page's own

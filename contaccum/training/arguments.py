@@ -19,10 +19,10 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.distill import Distillation
+from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
-from contaccum.info_nce import BankedInfoNCE
+from contaccum.losses.distillation import Distillation
 from contaccum.training.options import DEFAULT_BANK_SIZE, LossArguments, MethodArguments, NegativesArguments
 
 BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")

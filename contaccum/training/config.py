@@ -18,11 +18,11 @@ from sentence_transformers.sentence_transformer.modules import Router
 from sentence_transformers.util import is_sentence_transformer_model
 from transformers import HfArgumentParser
 
-from contaccum import adapters
 from contaccum.data import TrainingSets, load_training_sets
-from contaccum.encoders import DualEncoder, configure, is_tied, require_model, set_max_lengths
+from contaccum.encoders import adapters
+from contaccum.encoders.dual_encoder import DualEncoder, configure, is_tied, require_model, set_max_lengths
 from contaccum.errors import ConfigError, hint, in_our_names, our_name
-from contaccum.evaluation.beir import load_data as load_beir
+from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.mining import MiningData, load_mining_data

@@ -61,7 +61,7 @@ def keep_log_until(path: Path, update: int) -> None:
 
 def run_record(trainer: Any) -> dict[str, Any]:
     """The content of ``run.json``: what the run is, so that it can be repeated."""
-    from contaccum.adapters import describe
+    from contaccum.encoders.adapters import describe
 
     args, evaluator = trainer.args, trainer.evaluator
     data = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset), **trainer.data_record}

@@ -28,20 +28,20 @@ from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput, rotate_checkpoints
 
-from contaccum.adapters import describe, has_adapter
 from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts, samplings_of
-from contaccum.encoders import DualEncoder, is_tied, loading
+from contaccum.encoders.adapters import describe, has_adapter
+from contaccum.encoders.dual_encoder import DualEncoder, is_tied, loading
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import Fingerprint, redact, write_text
-from contaccum.guide import Guide
-from contaccum.losses import ContAccumLoss
+from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.losses.guide import Guide
 from contaccum.mining import MiningData
 from contaccum.training import checkpoint, log
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
 from contaccum.training.log import rows_of
-from contaccum.training.methods import (
+from contaccum.training.loss_factory import (
     check_columns,
     columns_by_set,
     freeze_unused,

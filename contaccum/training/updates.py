@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks, world_size
+from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError
-from contaccum.features import rows_in
-from contaccum.grad_norms import TowerGradNorms
-from contaccum.losses import ContAccumLoss
+from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.losses.text_ids import rows_in
 from contaccum.training.arguments import name_of
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from small_data import write_judged_places
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.data import CQADUPSTACK_FORUMS, load_beir_folder
-from contaccum.evaluation import beir
+from contaccum.evaluation import beir_sets
 from contaccum.evaluation.results import read_result
 from contaccum.files import package_versions
 from contaccum.retrieval.encode import model_fingerprint
@@ -138,7 +138,7 @@ def test_a_run_scores_as_the_model_that_made_it(evaluate, two, tmp_path):
 
 
 def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(evaluate, two, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(beir, "score_run", None)
+    monkeypatch.setattr(beir_sets, "score_run", None)
     data, run = ["--data", two[0]], ["--run", str(tmp_path / "run.trec")]
     (tmp_path / "run.trec").write_text("another Q0 cat-tree 1 1.0 x\n")
     (tmp_path / "old.json").write_text(json.dumps({"metrics": {}, "per_query": {}, "data": {"name": "x"}}))

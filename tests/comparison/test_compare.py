@@ -8,7 +8,7 @@ import pytest
 
 from contaccum.cli import main
 from contaccum.comparison import run as comparison_run
-from contaccum.comparison.report import METRICS
+from contaccum.comparison.summary import METRICS
 from contaccum.report import build_page
 
 MORE = ["--methods", "grad_accum", "contaccum", "--seeds", "3", "--jobs", "2", "--eval_updates", "4"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from contaccum.comparison.plan import Plan, make_plan, read_options
-from contaccum.comparison.report import METRICS, build_report, markdown, table_rows
+from contaccum.comparison.summary import METRICS, build_report, markdown, table_rows
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.training.arguments import LOSS_SETTINGS
 

@@ -10,7 +10,7 @@ import pytest
 from contaccum.cli import main
 from contaccum.comparison import run as comparison_run
 from contaccum.comparison.plan import Plan, make_plan, read_options, with_chosen
-from contaccum.comparison.report import build_report, markdown
+from contaccum.comparison.summary import build_report, markdown
 from contaccum.comparison.tuning import Ladder, about_tuning, best_of, climb, next_values, read_ladder
 from contaccum.errors import ConfigError
 from contaccum.files import write_json

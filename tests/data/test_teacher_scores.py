@@ -10,8 +10,8 @@ from data_files import WRITERS, put, put_lines, put_parquet, read
 from contaccum.data import load_training_data
 from contaccum.data.dataset import load_training_sets
 from contaccum.data.sampling import text_ids
-from contaccum.distill import split_labels
 from contaccum.errors import ConfigError, DataError
+from contaccum.losses.distillation import split_labels
 
 
 def passages(*texts: str, scores: tuple[float, ...]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import about_data, evaluate_beir, evaluation_sets, score_beir_run
+from contaccum.evaluation.beir_sets import about_data, evaluate_beir, evaluation_sets, score_beir_run
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
 OUT = Path("out.json")

@@ -11,7 +11,7 @@ from small_data import read_lines, write_judged_places
 from contaccum import DualEncoder
 from contaccum.data import BeirDataset, RecordReport, load_beir_folder
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import evaluate_beir
+from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
 

@@ -8,7 +8,7 @@ from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.data import load_beir_folder
 from contaccum.data.beir import shipped_scifact
-from contaccum.evaluation.beir import evaluate_beir
+from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.evaluator import sample
 from contaccum.evaluation.results import read_result
 from contaccum.report import build_page

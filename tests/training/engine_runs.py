@@ -18,7 +18,7 @@ from forked_runs import ROOT, on_ranks
 from tiny_models import tiny_encoder
 from tiny_runs import SAVES, arguments_in, pairs
 
-import contaccum.losses
+import contaccum.losses.contaccum
 from contaccum import ContAccumTrainer
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -83,7 +83,7 @@ def train(engine: str, case: str, model: Any) -> None:
 
 
 def main() -> None:
-    contaccum.losses.PAIRS_PER_PROBE = 8
+    contaccum.losses.contaccum.PAIRS_PER_PROBE = 8
     models = {case: tiny_encoder(case != "untied", normalize=False) for case in CASES}
     models["float64"].double()
     for p in models["resumed"].parameters():

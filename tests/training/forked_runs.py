@@ -23,7 +23,7 @@ from tiny_models import tiny_encoder
 from tiny_runs import SAVES, at_micro_step, log_of, pairs, state_of, trainer_in
 from transformers.utils import logging as transformers_logging
 
-import contaccum.losses
+import contaccum.losses.contaccum
 from contaccum import ContAccumTrainer
 from contaccum.training.arguments import BANK_METHODS
 
@@ -163,7 +163,7 @@ def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
 
 def ranks() -> dict[str, Any]:
     """Every case on one rank, on two, and some on four; runs stopped by a signal to one rank, and resumed elsewhere."""
-    contaccum.losses.PAIRS_PER_PROBE = 20
+    contaccum.losses.contaccum.PAIRS_PER_PROBE = 20
     codes: dict[str, list[int]] = {}
     models = {name: {r: as_one(name, r) for r in (1, 2, 4)} for name in CASES}
 

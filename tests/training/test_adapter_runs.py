@@ -14,7 +14,7 @@ from tiny_runs import RUN, assert_resumes, log_of, trainer_in
 from transformers import AutoModel, set_seed
 
 from contaccum import DualEncoder
-from contaccum.adapters import add_adapter, has_adapter
+from contaccum.encoders.adapters import add_adapter, has_adapter
 from contaccum.errors import UserError
 
 TEXTS = sentences(4)

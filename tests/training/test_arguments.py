@@ -8,7 +8,7 @@ from tiny_models import tiny_encoder
 from contaccum import BankedInfoNCE, ContAccumLoss, ContAccumTrainingArguments
 from contaccum.errors import ConfigError
 from contaccum.training.arguments import LOSS_SETTINGS
-from contaccum.training.methods import make_loss
+from contaccum.training.loss_factory import make_loss
 
 AUTO = {"per_device_train_batch_size": "auto"}
 
@@ -20,7 +20,7 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"method": "in_batch", "gradient_accumulation_steps": 4}, ["in_batch", "gradient_accumulation_steps"]),
         ({"method": "grad_accum", "bank_size": 128}, ["grad_accum", "bank_size=128"]),
         ({"method": "pre_batch", "query_bank_size": 128}, ["pre_batch", "query_bank_size=128"]),
-        ({"temperature": 0.0}, ["temperature"]),  # and whatever else the loss refuses: tests/test_info_nce.py
+        ({"temperature": 0.0}, ["temperature"]),  # and whatever else the loss refuses: tests/bank/test_info_nce.py
         ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
         ({"bank_size": -1}, ["bank_size"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),

@@ -12,12 +12,14 @@ from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from tiny_models import tiny_encoder
 from torch import nn
 
-from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder, losses, probe
+from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
-from contaccum.features import content_ids, first_rows
-from contaccum.losses import PAIRS_PER_PROBE
-from contaccum.pairs import NO_ID
-from contaccum.probe import PROBE_TEXTS, TextProbe
+from contaccum.losses import contaccum as losses
+from contaccum.losses import probe
+from contaccum.losses.contaccum import PAIRS_PER_PROBE
+from contaccum.losses.probe import PROBE_TEXTS, TextProbe
+from contaccum.losses.text_ids import content_ids, first_rows
 
 
 @pytest.fixture

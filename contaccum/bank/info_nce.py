@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from contaccum.autograd import HandOver
-from contaccum.banks import Banks
-from contaccum.centering import GradientCentering
-from contaccum.directions import DIRECTIONS, Direction, facts, in_order, masses, meet, together
+from contaccum.bank.autograd import HandOver
+from contaccum.bank.banks import Banks
+from contaccum.bank.centering import GradientCentering
+from contaccum.bank.directions import DIRECTIONS, Direction, facts, in_order, masses, meet, together
+from contaccum.bank.drift import RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, RunningMean
+from contaccum.bank.logits import Guided, Hardness, Ids, Pairs, PositivesTable, check_embeddings
+from contaccum.bank.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
+from contaccum.bank.update_clock import StepWatch
 from contaccum.distributed import gather_batch, over_ranks, world_size
-from contaccum.drift import RESIDUAL_BOUND, WEIGHED_BOUND, DriftProbe, RunningMean
 from contaccum.errors import ConfigError, check_choice
-from contaccum.memory_bank import PAIRS_PER_ORIGIN, MemoryBank, check_bank_sizes
-from contaccum.optimizer_steps import StepWatch
-from contaccum.pairs import Guided, Hardness, Ids, Pairs, PositivesTable, check_embeddings
 
 logger = logging.getLogger(__name__)
 

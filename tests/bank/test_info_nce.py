@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
+from contaccum.bank.logits import PositivesTable
 from contaccum.errors import ConfigError
-from contaccum.pairs import PositivesTable
 
 
 def batch(n: int, d: int = 8, h: int = 0, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contaccum.memory_bank import PAIRS_PER_ORIGIN
+from contaccum.bank.memory_bank import PAIRS_PER_ORIGIN
 
 MOVES_ENTRIES = ("auto", "mean")  # these follow the encoder; the others need no measurement of it
 HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean has fallen to 1/e

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from contaccum.pairs import NO_ID, PositivesTable, hidden
+from contaccum.bank.logits import NO_ID, PositivesTable, hidden
 
 
 @pytest.mark.parametrize("with_table", [False, True])

@@ -19,15 +19,15 @@ from sentence_transformers.sentence_transformer.losses.matryoshka import CachedL
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
-from contaccum.distill import Distillation, split_labels
+from contaccum.bank.drift import MOVES_ENTRIES
+from contaccum.bank.info_nce import BankedInfoNCE
+from contaccum.bank.logits import NO_ID, PositivesTable
 from contaccum.distributed import gather_states, rank, world_size
-from contaccum.drift import MOVES_ENTRIES
 from contaccum.errors import ConfigError
-from contaccum.features import content_ids
-from contaccum.guide import Guide
-from contaccum.info_nce import BankedInfoNCE
-from contaccum.pairs import NO_ID, PositivesTable
-from contaccum.probe import TextProbe
+from contaccum.losses.distillation import Distillation, split_labels
+from contaccum.losses.guide import Guide
+from contaccum.losses.probe import TextProbe
+from contaccum.losses.text_ids import content_ids
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ class ContAccumLoss(nn.Module):
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: all ranks hold one bank, of the batch of all. Otherwise each has a bank of its own.
         distill, distill_weight, distill_temperature: learn from a teacher's scores too, in training; "margin_mse" or
-            "kl", see `contaccum.distill.Distillation`.
+            "kl", see `contaccum.losses.distillation.Distillation`.
         guide: a frozen SentenceTransformer that says which columns are no negatives, as in GISTEmbedLoss; its
             ``margin`` and ``margin_strategy`` are ``guide_margin`` and ``guide_margin_strategy`` here.
-        settings: any other of `BankedInfoNCE`. Duplicates go by `contaccum.features.content_ids`.
+        settings: any other of `BankedInfoNCE`. Duplicates go by `contaccum.losses.text_ids.content_ids`.
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work.
@@ -131,7 +131,7 @@ class ContAccumLoss(nn.Module):
 
         ``labels`` int64 (n, columns) are ids of the texts. A text is a duplicate of another if these ids are equal, or
         the hashes of their tokens. ``labels`` may be, or have after the ids, a teacher's scores: see
-        `contaccum.distill.split_labels`.
+        `contaccum.losses.distillation.split_labels`.
         """
         features = list(sentence_features)
         ids, guided = self._look_at(features, labels), self._ask_guide(features)
@@ -147,8 +147,9 @@ class ContAccumLoss(nn.Module):
         """The loss of embedded columns, (n, d) each: anchors, positives, any number of negatives. With ``distill``,
         ``labels`` hold a teacher's scores.
 
-        Without ``ids`` int64 (n,) of each column, see `contaccum.features.content_ids`, no duplicates are masked;
-        and as the texts are not known here, the encoder is not probed. ``guide``: the columns as a guide embeds them.
+        Without ``ids`` int64 (n,) of each column, see `contaccum.losses.text_ids.content_ids`, no duplicates are
+        masked; and as the texts are not known here, the encoder is not probed. ``guide``: the columns as a guide embeds
+        them.
         """
         if self.guide is not None and guide is None:
             raise ConfigError("guide: the texts are not known here; give guide=loss.guide.embed(sentence_features)")

@@ -8,7 +8,7 @@ from dense_reference import dense_loss
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
-from contaccum.drift import PROBES, DriftProbe, RunningMean
+from contaccum.bank.drift import PROBES, DriftProbe, RunningMean
 
 D = 6
 

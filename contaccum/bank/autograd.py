@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contaccum.pairs import low
+from contaccum.bank.logits import low
 
 _ROWS_AT_ONCE = 4096  # stored rows that one product takes: bounds what a conversion or a matrix library copies
 

@@ -27,8 +27,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from contaccum import adapters
 from contaccum.data.records import passage_text
+from contaccum.encoders import adapters
 from contaccum.errors import ConfigError, UserError, check_choice
 from contaccum.files import AnyPath, read_json
 

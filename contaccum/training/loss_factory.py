@@ -17,10 +17,10 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS
-from contaccum.encoders import is_tied
+from contaccum.encoders.dual_encoder import is_tied
 from contaccum.errors import ConfigError
-from contaccum.losses import CachedContAccumLoss, ContAccumLoss
-from contaccum.probe import without_dropout
+from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
+from contaccum.losses.probe import without_dropout
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 logger = logging.getLogger(__name__)

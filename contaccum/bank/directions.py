@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from contaccum.bank.logits import Guided, Pairs, PositivesTable, Scores
+from contaccum.bank.memory_bank import MemoryBank
 from contaccum.errors import ConfigError, check_choice
-from contaccum.memory_bank import MemoryBank
-from contaccum.pairs import Guided, Pairs, PositivesTable, Scores
 
 DIRECTIONS = {"query_to_doc": (0, 1), "query_to_query": (0, 0), "doc_to_query": (1, 0), "doc_to_doc": (1, 1)}
 """The towers that rows and columns are of: 0, queries; 1, passages, and as columns their hard negatives too."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from contaccum import MemoryBank
-from contaccum.memory_bank import NO_ID
+from contaccum.bank.memory_bank import NO_ID
 
 
 def rows(n: int, start: int, d: int = 3) -> Tensor:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from contaccum.autograd import Product
-from contaccum.errors import ConfigError
-from contaccum.pairs import (
+from contaccum.bank.autograd import Product
+from contaccum.bank.logits import (
     IDS_PER_TEXT,
     NO_ID,
     Guided,
@@ -30,6 +29,7 @@ from contaccum.pairs import (
     hidden,
     low,
 )
+from contaccum.errors import ConfigError
 
 PAIRS_PER_ORIGIN = 64  # that share one note of where their tower's mean was, at most
 

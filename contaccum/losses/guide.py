@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from contaccum.errors import ConfigError
-from contaccum.features import rows_in
+from contaccum.losses.text_ids import rows_in
 
 
 class Guide:

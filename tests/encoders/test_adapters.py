@@ -16,7 +16,7 @@ from tiny_models import qwen3_config
 from transformers import AutoModel
 
 from contaccum import DualEncoder
-from contaccum.adapters import add_adapter, backbones, has_adapter, in_4bit, merge_adapter
+from contaccum.encoders.adapters import add_adapter, backbones, has_adapter, in_4bit, merge_adapter
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 

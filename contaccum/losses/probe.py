@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.losses.matryoshka import Forward
 from torch import Tensor, nn
 
 from contaccum.distributed import gather_states, rank, world_size
-from contaccum.features import first_rows, rows_in
+from contaccum.losses.text_ids import first_rows, rows_in
 
 PROBE_TEXTS = 8
 

@@ -8,7 +8,7 @@ from sample_texts import sentences
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from contaccum.features import content_ids, first_rows, rows_in
+from contaccum.losses.text_ids import content_ids, first_rows, rows_in
 
 TEXTS = [*sentences(7, 1, 3), *sentences(3, 2, 9), "cat", "cat dog", "dog cat"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contaccum.directions import DIRECTIONS
-from contaccum.drift import MOVES_ENTRIES, DriftProbe, RunningMean
+from contaccum.bank.directions import DIRECTIONS
+from contaccum.bank.drift import MOVES_ENTRIES, DriftProbe, RunningMean
+from contaccum.bank.memory_bank import MemoryBank
 from contaccum.errors import ConfigError
-from contaccum.memory_bank import MemoryBank
 
 
 class Banks(nn.Module):

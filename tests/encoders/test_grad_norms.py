@@ -5,7 +5,7 @@ import math
 import pytest
 
 from contaccum import DualEncoder
-from contaccum.grad_norms import TowerGradNorms
+from contaccum.encoders.grad_norms import TowerGradNorms
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied but sharded"])

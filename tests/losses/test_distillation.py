@@ -12,8 +12,8 @@ from tiny_models import tiny_encoder
 from torch import Tensor
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
-from contaccum.distill import Distillation, split_labels
 from contaccum.errors import ConfigError
+from contaccum.losses.distillation import Distillation, split_labels
 
 KINDS = [("margin_mse", {}), ("kl", {"temperature": 3.0})]
 

@@ -1,0 +1,1 @@
+"""Encoders: `DualEncoder`, adapters on it, and the gradient norms of its towers."""
