@@ -34,6 +34,45 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, 
     assert all(0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl"))
 
 
+def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, capsys):
+    output = tmp_path / "out"
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    assert train(output, **saves, max_steps=2) == 0
+    (output / "modules.json").unlink()  # so that it looks as if it had been killed after update 2
+    assert train(output, **saves) == 2
+    error = capsys.readouterr().err
+    assert f"{output}: an unfinished run lies there, with checkpoint-2" in error
+    assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
+    removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
+    assert train(output, **removed) == 2 and "it would remove that checkpoint" in capsys.readouterr().err
+    both = {"overwrite_output_dir": "true", "resume_from_checkpoint": "auto", "model": "nowhere/at/all"}
+    assert train(output, **both) == 2
+    assert "overwrite_output_dir=true with resume_from_checkpoint=auto" in capsys.readouterr().err
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert train(output, **saves, resume_from_checkpoint="auto") == 0
+    assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [1, 2, 3]
+
+
+def test_auto_starts_a_run_again_that_was_to_replace_a_finished_one(train, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    assert train(output, seed=1) == 0
+    finished = json.loads((output / "run.json").read_text())
+    assert finished["finished"] is True
+    with monkeypatch.context() as patch:
+        patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", killed)
+        assert train(output, seed=2, overwrite_output_dir="true") == 130
+    assert json.loads((output / "run.json").read_text())["finished"] is False
+    assert train(output, seed=2) == 2  # the model of the first run still lies there
+    assert train(output, seed=2, resume_from_checkpoint="auto") == 0
+    record = json.loads((output / "run.json").read_text())
+    assert (record["seed"], record["finished"]) == (2, True) and record["run_id"] != finished["run_id"]
+    assert train(output, seed=2, resume_from_checkpoint="auto") == 2  # a finished run, without a checkpoint
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt  # nothing of ours runs after it, as after SIGKILL
+
+
 def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "steps", "eval_steps": 2}
     evaluated |= {"eval_corpus_size": 6, "early_stopping_patience": 5, "metric_for_best_model": "Recall@1"}
