@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
     with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
         data = config.load_data(data_args, args)
         mining_data = config.load_mining_data_of(data_args, args)
-    evaluator = config.load_evaluator(data_args, args)
+        evaluator = config.load_evaluator(data_args, args)
     if args.process_index == 0:
         print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run

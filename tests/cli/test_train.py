@@ -5,7 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -83,6 +86,30 @@ def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     assert (record["documents"], record["of_documents"]) == (6, 8)
     assert train(tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
+
+
+def test_the_first_process_of_a_host_fetches_and_reads_before_the_others(places, train, tmp_path, monkeypatch):
+    from contaccum.training import config
+    from contaccum.training.arguments import ContAccumTrainingArguments
+
+    events: list[str] = []
+
+    @contextmanager
+    def alone(self: Any, *_: Any, **__: Any) -> Iterator[None]:
+        events.append("others wait")
+        yield
+        events.append("others go on")
+
+    monkeypatch.setattr(ContAccumTrainingArguments, "main_process_first", alone)
+
+    def recorded(name: str, function: Any) -> Any:
+        return lambda *args: events.append(name) or function(*args)
+
+    for name in ("load_data", "load_evaluator"):
+        monkeypatch.setattr(config, name, recorded(name, getattr(config, name)))
+    evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
+    assert train(tmp_path / "run", max_steps=1, **evaluated) == 0
+    assert events[:4] == ["others wait", "load_data", "load_evaluator", "others go on"]
 
 
 def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, monkeypatch, capfd):
