@@ -19,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from transformers import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from contaccum import __version__
@@ -159,6 +160,14 @@ def choose_checkpoint(asked: str, args: ContAccumTrainingArguments, settings: Ma
     if args.process_index == 0:
         print(f"resuming from         {path} (after {facts['update']:,} updates)", flush=True)
     return str(path)
+
+
+def position_in_stream(checkpoint: str) -> tuple[int, int]:
+    """Return the passes over a stream that were complete at a checkpoint, and the updates in the pass after them."""
+    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    # transformers counts a pass over a stream as an epoch of max_steps updates, and starts the next one at its end.
+    passes = int(state.epoch or 0)
+    return passes, round((float(state.epoch or 0) - passes) * state.max_steps)
 
 
 def ended_with(checkpoint: str, state: Any, args: ContAccumTrainingArguments) -> str | None:

@@ -230,6 +230,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        # Private: the only place where a resumed run gets its position in the data. Of a stream, whose length is not
+        # known, transformers skips all micro-batches of the run in its first pass, and then starts it again.
+        position = super()._init_training_state(*args, **kwargs)
+        if self._checkpoint is None or not isinstance(self.train_dataset, IterableDataset):
+            return position
+        passes, updates = checkpoint.position_in_stream(self._checkpoint)
+        return passes, updates * self.args.gradient_accumulation_steps
+
     def begin(self) -> None:
         """What transformers does not load of a checkpoint; called when everything else is ready."""
         self.updates.begin()

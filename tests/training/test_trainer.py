@@ -26,10 +26,10 @@ from contaccum.training.log import RUN_RECORD, CollapseWatch
 from contaccum.training.options import METHODS
 
 
-def test_at_most_ten_methods_of_the_parents_are_overridden():
+def test_at_most_eleven_methods_of_the_parents_are_overridden():
     own = {name for name, value in vars(ContAccumTrainer).items() if inspect.isfunction(value)}
     overridden = {name for name in own if hasattr(SentenceTransformerTrainer, name)}
-    assert len(overridden) <= 10, overridden
+    assert len(overridden) <= 11, overridden
     for name in overridden - {"__init__"}:
         if name.startswith("_"):
             assert "# Private: " in inspect.getsource(getattr(ContAccumTrainer, name))
