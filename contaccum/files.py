@@ -6,6 +6,8 @@ Everything that the package writes for somebody to read later goes through here.
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -48,23 +50,72 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """A hidden folder beside ``path`` to fill; it takes the place of what is there when the block ends well.
 
-    Errors are those of `atomic_file`. What a process that was killed left over is removed first.
+    Several processes may write the same ``path`` at once, each into a folder of its own: what another one has put there
+    since the block began is taken as it is. Errors are those of `atomic_file`. What a process that was killed left over
+    is removed first.
     """
     path = Path(path)
-    part, old = path.with_name(f".writing-{path.name}"), path.with_name(f".replaced-{path.name}")
     with _writing(path):
-        for left in (part, old):
-            shutil.rmtree(left, ignore_errors=True)
-        part.mkdir()
+        _remove_leftovers(path)
+        before = _identity(path)
+        part, lock = _make_locked_folder(path)
         try:
             yield part
             for file in [*part.rglob("*"), part]:
                 _flush(file)
-            if path.exists():
-                path.rename(old)
-            part.rename(path)
+            if _identity(path) == before:
+                _put_in_place(part, path)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+            os.close(lock)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from another one of the same name, None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _make_locked_folder(path: Path) -> tuple[Path, int]:
+    """Make a folder to fill beside ``path``; return it and the handle of its lock, which ends with the process."""
+    # It is locked under another name: under this one, another process could take it for a leftover before it is locked.
+    unlocked = path.with_name(f".new-{uuid4().hex}")
+    unlocked.mkdir()
+    lock = os.open(unlocked, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks, where leftovers stay
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    part = path.with_name(f".writing-{path.name}.{uuid4().hex}")
+    unlocked.rename(part)
+    return part, lock
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove folders beside ``path`` that a process has left which no longer runs."""
+    for left in path.parent.glob(f".writing-{glob.escape(path.name)}.*"):
+        with suppress(OSError):  # its process runs, or has just removed it
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+    for left in path.parent.glob(f".replaced-{glob.escape(path.name)}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _put_in_place(part: Path, path: Path) -> None:
+    """Give a folder the name ``path``; where another process does so at the same time, one of the two is dropped."""
+    old = path.with_name(f".replaced-{path.name}.{uuid4().hex}")
+    with suppress(FileNotFoundError):  # nothing is there, or another process has just moved it away
+        path.rename(old)
+    try:
+        part.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
     shutil.rmtree(old, ignore_errors=True)
 
 

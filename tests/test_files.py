@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,11 +62,72 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         (part / "third").write_text("half")
         raise RuntimeError
     assert [x.name for x in path.rglob("*") if x.is_file()] == ["second"]
-    (tmp_path / ".writing-store").mkdir()  # a process that was killed left it
-    (tmp_path / ".writing-store" / "torn").touch()
+
+
+WRITES = """
+import os, signal, sys
+from contaccum.files import atomic_folder
+with atomic_folder(sys.argv[1]) as part:
+    (part / sys.argv[2]).touch()
+    if sys.argv[3] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write_in_another_process(path: Path, name: str, end: str = "whole") -> int:
+    return subprocess.run([sys.executable, "-c", WRITES, str(path), name, end], timeout=60).returncode
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_that_another_process_has_put_there_meanwhile_is_taken(is_there, tmp_path):
+    path = tmp_path / "store"
+    if is_there:
+        assert write_in_another_process(path, "before") == 0
     with atomic_folder(path) as part:
-        (part / "fourth").touch()
-    assert os.listdir(path) == ["fourth"] and os.listdir(tmp_path) == ["store"]
+        (part / "ours").touch()
+        assert write_in_another_process(path, "theirs") == 0
+        assert os.listdir(path) == ["theirs"] and os.listdir(part) == ["ours"]
+        (part / "more of ours").touch()
+    assert os.listdir(path) == ["theirs"] and os.listdir(tmp_path) == ["store"]
+
+
+def test_what_a_killed_process_left_over_is_removed_and_what_a_running_one_writes_is_not(tmp_path):
+    path = tmp_path / "store"
+    assert write_in_another_process(path, "torn", "killed") == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert os.listdir(left) == ["torn"]
+    (tmp_path / ".replaced-store.0").mkdir()
+    with atomic_folder(path) as part:
+        assert list(tmp_path.iterdir()) == [part]
+        assert write_in_another_process(path, "torn", "killed") == -signal.SIGKILL
+        assert part.is_dir()
+        (part / "ours").touch()
+    assert os.listdir(path) == ["ours"]
+
+
+@pytest.mark.parametrize("moment", ["before the old folder is moved away", "before the new one takes the name"])
+def test_two_processes_that_put_a_folder_there_at_the_same_moment_leave_one_of_them(moment, tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    with atomic_folder(path) as part:
+        (part / "before").touch()
+    rename = Path.rename
+    is_second = False
+
+    def interleaved(self: Path, target: Path) -> Path:
+        nonlocal is_second
+        moved = path if moment.startswith("before the old") else part
+        if self == moved and not is_second:
+            is_second = True
+            rename(path, tmp_path / "elsewhere") if path.exists() else None
+            path.mkdir()
+            (path / "theirs").touch()
+        return rename(self, target)
+
+    with atomic_folder(path) as part:
+        (part / "ours").touch()
+        monkeypatch.setattr(Path, "rename", interleaved)
+    assert os.listdir(path) in (["ours"], ["theirs"])
+    assert {name for name in os.listdir(tmp_path) if name.startswith(".")} == set()
 
 
 def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path):

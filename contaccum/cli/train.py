@@ -40,6 +40,32 @@ def options_parser(everything: bool = False) -> Parser:
     return parser
 
 
+def _refuse_to_replace(folder: Path, asked: str | None) -> None:
+    """Raise `ConfigError` where a run would replace another one in its folder.
+
+    ``asked`` is the run's resume_from_checkpoint, None for a run that starts anew.
+    """
+    from contaccum.training.checkpoint import find_checkpoints, newest_checkpoint
+    from contaccum.training.log import read_run_record
+
+    record = read_run_record(folder)
+    has_model = bool(record) and (folder / "modules.json").is_file()
+    checkpoints = find_checkpoints(folder)
+    starts = asked is None
+    if asked == "auto" and newest_checkpoint(folder)[0] is None:
+        # The model there may be an earlier run's that the one of run.json, killed meanwhile, was to replace.
+        starts = has_model and record.get("finished", True)
+    if not starts:
+        return
+    mend = "overwrite_output_dir=true to replace it, or name another output_dir"
+    if has_model:
+        what = "a finished run lies there, which this one would replace"
+        raise ConfigError(f"{folder}: {what}. Set resume_from_checkpoint=last to go on with it, {mend}")
+    if checkpoints:
+        what = f"an unfinished run lies there, with {checkpoints[0].name}"
+        raise ConfigError(f"{folder}: {what}. Set resume_from_checkpoint=last to go on with it, {mend}")
+
+
 def run(argv: Sequence[str]) -> int:
     """Train as ``[CONFIG.yaml ...] [--key value ...]`` says and save the model into ``output_dir``."""
     if {"-h", "--help"} & {*argv} or "_ARGCOMPLETE" in os.environ:
@@ -55,17 +81,14 @@ def run(argv: Sequence[str]) -> int:
     output_dir = str(args.output_dir)
     asked = str(args.resume_from_checkpoint or "").lower()
     resumes = asked not in ("", "false", "none")
-    starts = not resumes or (asked == "auto" and not any(Path(output_dir).glob("checkpoint-*")))
-    finished = all((Path(output_dir) / name).is_file() for name in (RUN_RECORD, "modules.json"))
-    if finished and starts and not args.overwrite_output_dir:
-        mend = "Name another output_dir, set resume_from_checkpoint=last to go on, or overwrite_output_dir=true"
-        raise ConfigError(f"{output_dir}: a finished run lies there, which this one would replace. {mend}")
+    if not args.overwrite_output_dir:
+        _refuse_to_replace(Path(output_dir), asked if resumes else None)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
     with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
         data = config.load_data(data_args, args)
         mining_data = config.load_mining_data_of(data_args, args)
-    evaluator = config.load_evaluator(data_args, args)
+        evaluator = config.load_evaluator(data_args, args)
     if args.process_index == 0:
         print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run

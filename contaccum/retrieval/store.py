@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -193,9 +194,11 @@ class StoreWriter:
         self.folder = Path(folder)
         about = check_folder(self.folder)
         if about is not None and overwrite:
+            # Another process that overwrites the same store may remove a part of it first.
             for path in self.folder.glob("shard-*"):
-                shutil.rmtree(path)
-            (self.folder / ABOUT).unlink()  # last, for the folder is known by it
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(path)
+            (self.folder / ABOUT).unlink(missing_ok=True)  # last, for the folder is known by it
             about = None
         if about is None:
             about = {**_HEAD, "finished": False, **identity, **(notes or {}), **files.provenance()}
@@ -250,6 +253,10 @@ class StoreWriter:
                     sizes = {path.name: path.stat().st_size for path in part.iterdir()}
                     shard = {"rows": len(block), "dimension": stored.shape[1], "fingerprint": corpus.hex()}
                     files.write_json(part / _SHARD, {**shard, "bytes": sizes})
+                # Another process may have written this shard meanwhile, which is then taken.
+                written = _read_shard(self.folder, number)
+                if written is not None and written["fingerprint"] != corpus.hex():
+                    raise other
         if not rows:
             raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
 

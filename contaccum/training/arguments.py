@@ -35,6 +35,10 @@ OF_A_BANK = (
     *("normalize_by", "drift_compensation"),
 )
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
+OVERWRITES_EACH_START = (
+    "overwrite_output_dir=true with resume_from_checkpoint=auto: every start would remove what the one before it has "
+    "trained. Drop overwrite_output_dir, or resume_from_checkpoint"
+)
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
 
 
@@ -122,8 +126,10 @@ class ContAccumTrainingArguments(
         cached, scaled = deepspeed and method in CACHED_METHODS, deepspeed and self.fp16
         unsized = auto and self.total_train_batch_size is None
         one_batch = method == "in_batch" and (auto or self.gradient_accumulation_steps > 1)
+        resumes_by_auto = str(self.resume_from_checkpoint).lower() == "auto"
         patient = self.early_stopping_patience is not None and name_of(self.eval_strategy) == "no"
         rules = {
+            OVERWRITES_EACH_START: self.overwrite_output_dir and resumes_by_auto,
             f"method={method} with deepspeed: ZeRO takes a gradient once per micro-step. Set fsdp=true": cached,
             "fp16=true with deepspeed: it scales losses by itself, and the norms with them. Set bf16=true": scaled,
             "method=in_batch with gradient_accumulation_steps or auto: its update is one batch": one_batch,

@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.distributed import over_ranks
 from contaccum.files import write_json
-from contaccum.training import log
+from contaccum.training import checkpoint, log
 from contaccum.training.updates import forget_peak_memory, peak_memory_mb, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,12 @@ class UpdateCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, folder = self.trainer, Path(str(args.output_dir))
         trainer.begin()
+        if args.should_save:  # the first rank; with save_on_each_node the first rank of each host
+            # First the record: where a kill comes between the two, old checkpoints are those of another run already.
+            write_json(folder / log.RUN_RECORD, log.run_record(trainer))
+            checkpoint.remove_replaced(args, trainer.run_id, state.global_step)
         if not state.is_world_process_zero:
             return
-        write_json(folder / log.RUN_RECORD, log.run_record(trainer))
         log.keep_log_until(folder / log.TRAIN_LOG, state.global_step)
         log.keep_log_until(folder / log.EVAL_LOG, state.global_step or -1)
 
@@ -178,7 +181,7 @@ class SignalCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.received and control.should_training_stop:
-            checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
+            folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             if state.is_world_process_zero:
-                print(f"stopped; saved {checkpoint}: go on with --resume_from_checkpoint last")
+                print(f"stopped; saved {folder}: go on with --resume_from_checkpoint last")
             raise SystemExit(128 + self.received)

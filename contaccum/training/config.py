@@ -27,6 +27,7 @@ from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.mining import MiningData, load_mining_data
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of, refuse, refuse_alone
+from contaccum.training.checkpoint import find_checkpoints
 from contaccum.training.options import DataArguments, ModelArguments
 
 
@@ -89,6 +90,12 @@ def _check(model: ModelArguments, data: DataArguments, args: ContAccumTrainingAr
     refuse_alone(data, dict.fromkeys(("eval_split", "eval_queries", "eval_corpus_size"), "eval_data"))
     if args.metric_for_best_model not in (None, "loss"):  # which transformers puts where nothing was said
         args.metric_for_best_model = f"eval_{check_metric(str(args.metric_for_best_model))}"
+    checkpoints = {path.resolve() for path in find_checkpoints(str(args.output_dir))}
+    for key, name in (("model", model.model), ("guide", model.guide)):
+        path = Path(name or "").resolve()
+        is_removed = args.overwrite_output_dir and not checkpoints.isdisjoint((path, *path.parents))
+        mend = "Copy it elsewhere, or name another output_dir"
+        refuse({f"overwrite_output_dir=true with {key}={name}: it would remove that checkpoint. {mend}": is_removed})
     r, dropout = model.lora_r, model.lora_dropout
     refuse_alone(model, dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "lora_r"))
     in_place = model.merge_adapter and Path(model.model).resolve() == Path(str(args.output_dir)).resolve()

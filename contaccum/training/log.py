@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import DataError
-from contaccum.files import provenance, write_text
+from contaccum.files import provenance, read_json, write_json, write_text
 
 TRAIN_LOG = "train_log.jsonl"
 EVAL_LOG = "eval_log.jsonl"
@@ -66,6 +66,8 @@ def run_record(trainer: Any) -> dict[str, Any]:
     args, evaluator = trainer.args, trainer.evaluator
     data = {"fingerprint": trainer.fingerprint(), "rows": rows_of(trainer.train_dataset), **trainer.data_record}
     return {
+        "run_id": trainer.run_id,
+        "finished": False,
         "method": args.method,
         "seed": args.seed,
         "pairs_per_update": args.total_train_batch_size,
@@ -81,6 +83,19 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "arguments": trainer.given_arguments,
         **provenance(),
     }
+
+
+def read_run_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of ``run.json`` in a folder, {} without one; raise `DataError` for a broken one."""
+    path = Path(folder) / RUN_RECORD
+    return read_json(path) if path.is_file() else {}
+
+
+def mark_finished(folder: str | os.PathLike[str], run_id: str | None) -> None:
+    """Record in ``run.json`` that the model beside it is that of the run ``run_id``, if the file describes this run."""
+    record = read_run_record(folder)
+    if record and record.get("run_id") == run_id:
+        write_json(Path(folder) / RUN_RECORD, record | {"finished": True})
 
 
 def describe_in_card(card: Any, model: Any, args: Any, data: Mapping[str, Any], own_loss: bool) -> None:

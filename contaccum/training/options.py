@@ -95,7 +95,7 @@ class MethodArguments:
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
     max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
     early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
-    overwrite_output_dir: bool = option(False, "For `contaccum train`: train anew where a finished run lies.")
+    overwrite_output_dir: bool = option(False, "Train anew where another run lies: its checkpoints are removed.")
 
 
 @dataclass

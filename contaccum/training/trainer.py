@@ -8,6 +8,7 @@ checkpoint, an order of data that resumes, updates that are skipped whole or spl
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
-from transformers.trainer_utils import HubStrategy, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum.data.samplers import RESUMING
 from contaccum.data.sampling import first_texts, samplings_of
@@ -52,6 +53,8 @@ from contaccum.training.loss_factory import (
 )
 from contaccum.training.refresh import NegativeRefresh
 from contaccum.training.updates import WHAT_ELSE, Updates, is_out_of_memory, random_states, set_random_states
+
+logger = logging.getLogger(__name__)
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -117,6 +120,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args.hub_strategy = HubStrategy.END  # else transformers uploads output_dir at each checkpoint, run.json and all
         self.batch_sampler: Any = None
         self._checkpoint: str | None = None
+        self.run_id: str | None = None  # of the run in progress; a run that resumes keeps its id
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
         )
@@ -202,9 +206,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """
         args, asked = self.args, str(resume_from_checkpoint or "")
         self._checkpoint = checkpoint.choose_checkpoint(asked, args, self.settings()) if asked else None
-        if self._checkpoint is not None:
+        if self._checkpoint is None:
+            self.run_id = checkpoint.new_run_id(args.device)
+        else:
+            facts = checkpoint.facts_of(self._checkpoint)
+            self.run_id = facts.get("run_id")
             if args.finds_micro_batch:  # once a run: what is trained depends on it
-                self.updates.take_micro_batch(checkpoint.facts_of(self._checkpoint)["micro_batch"])
+                self.updates.take_micro_batch(facts["micro_batch"])
             state = TrainerState.load_from_json(str(Path(self._checkpoint) / "trainer_state.json"))
             ended = checkpoint.ended_with(self._checkpoint, state, args)
             if ended is not None:
@@ -245,11 +253,25 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        # Private: the only place where a resumed run gets its position in the data. Of a stream, whose length is not
+        # known, transformers skips all micro-batches of the run in its first pass, and then starts it again.
+        position = super()._init_training_state(*args, **kwargs)
+        if self._checkpoint is None or not isinstance(self.train_dataset, IterableDataset):
+            return position
+        passes, updates = checkpoint.position_in_stream(self._checkpoint)
+        return passes, updates * self.args.gradient_accumulation_steps
+
     def begin(self) -> None:
         """What transformers does not load of a checkpoint; called when everything else is ready."""
         self.updates.begin()
         if self._checkpoint is None:
             return
+        best = self.state.best_model_checkpoint
+        fault = None if best is None else checkpoint.fault_for_run(Path(best), self.run_id)
+        if fault is not None:
+            logger.warning(f"the best checkpoint so far, {best}, is left out: {fault}")
+            self.state.best_model_checkpoint = None
         state = load_file(Path(self._checkpoint) / checkpoint.BANK_FILE)
         self.updates.rows_fit = checkpoint.facts_of(self._checkpoint)["rows_fit"]
         for prefix, _, load in self._parts():
@@ -307,6 +329,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             card = folder / "README.md"
             if card.is_file():
                 write_text(card, redact(card.read_text(encoding="utf-8")))
+            if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
+                log.mark_finished(folder, self.run_id)
 
     def push_to_hub(self, commit_message: str | None = "End of training", *_: Any, **given: Any) -> Any:
         """The model with its card to ``args.hub_model_id``, and nothing else of ``output_dir``, whose files hold paths;
@@ -339,10 +363,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if args.should_save:
                 state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
                 save_file(state, folder / checkpoint.BANK_FILE)
-                facts: dict[str, Any] = {"update": self.state.global_step, "resumable": not args.save_only_model}
+                facts: dict[str, Any] = {"run_id": self.run_id, "update": self.state.global_step}
+                facts |= {"resumable": not args.save_only_model}
                 facts |= {"micro_batch": args.pairs_per_micro_batch, "rows_fit": self.updates.rows_fit}
                 checkpoint.seal(folder, facts | {"settings": self.settings()})
-                rotate_checkpoints(run, limit, best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True)
+                checkpoint.remove_oldest(run, self.run_id, limit, self.state.best_model_checkpoint)
         except BaseException:
             if args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)

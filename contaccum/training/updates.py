@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,9 +231,10 @@ class Updates:
     def judge(self, model: nn.Module, norm: Any) -> None:
         """Leave out an update whose gradient has a ``norm``, over all ranks, that is not finite; name rows to blame.
 
-        Raises `UserError` when ``max_skipped_updates`` are skipped already.
+        So is one where a gradient of the loss's own parameters is not finite, which the norm does not cover. Raises
+        `UserError` when ``max_skipped_updates`` are skipped already.
         """
-        if norm is None or math.isfinite(float(norm)):
+        if norm is None or (math.isfinite(float(norm)) and self._loss_gradients_are_finite(model)):
             return
         update, trainer, scale = self.present, self.trainer, self.scale
         most = trainer.args.max_skipped_updates
@@ -256,9 +257,24 @@ class Updates:
 
     def _forget_gradients(self, model: nn.Module) -> None:
         model.zero_grad()
-        for loss in self.trainer.bank_losses():
-            if loss.log_scale is not None:
-                loss.log_scale.grad = None
+        # Parameters of the loss are no part of the model. The optimizer's own zero_grad does nothing within an update.
+        for parameter in self._optimized_parameters():
+            parameter.grad = None
+
+    def _optimized_parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.trainer.optimizer.param_groups:
+            yield from group["params"]
+
+    def _loss_gradients_are_finite(self, model: nn.Module) -> bool:
+        """Return whether the gradients of trained parameters outside of the model are finite, on every rank."""
+        if self.trainer.engine is not None:  # it trains the model's parameters alone, in forms of its own
+            return True
+        of_model = {id(parameter) for parameter in model.parameters()}
+        of_loss = [parameter for parameter in self._optimized_parameters() if id(parameter) not in of_model]
+        if not of_loss:
+            return True
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in of_loss if p.grad is not None)
+        return bool(over_ranks("MIN", torch.tensor(int(finite), device=self.trainer.args.device)))
 
     def _rows_of(self, micro_steps: list[int]) -> list[int] | None:
         """Rows of the training data in some micro-steps of the update under way; None: the sampler cannot tell."""

@@ -5,7 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,6 +37,45 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, 
     assert all(0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl"))
 
 
+def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, capsys):
+    output = tmp_path / "out"
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    assert train(output, **saves, max_steps=2) == 0
+    (output / "modules.json").unlink()  # so that it looks as if it had been killed after update 2
+    assert train(output, **saves) == 2
+    error = capsys.readouterr().err
+    assert f"{output}: an unfinished run lies there, with checkpoint-2" in error
+    assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
+    removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
+    assert train(output, **removed) == 2 and "it would remove that checkpoint" in capsys.readouterr().err
+    both = {"overwrite_output_dir": "true", "resume_from_checkpoint": "auto", "model": "nowhere/at/all"}
+    assert train(output, **both) == 2
+    assert "overwrite_output_dir=true with resume_from_checkpoint=auto" in capsys.readouterr().err
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert train(output, **saves, resume_from_checkpoint="auto") == 0
+    assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [1, 2, 3]
+
+
+def test_auto_starts_a_run_again_that_was_to_replace_a_finished_one(train, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    assert train(output, seed=1) == 0
+    finished = json.loads((output / "run.json").read_text())
+    assert finished["finished"] is True
+    with monkeypatch.context() as patch:
+        patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", killed)
+        assert train(output, seed=2, overwrite_output_dir="true") == 130
+    assert json.loads((output / "run.json").read_text())["finished"] is False
+    assert train(output, seed=2) == 2  # the model of the first run still lies there
+    assert train(output, seed=2, resume_from_checkpoint="auto") == 0
+    record = json.loads((output / "run.json").read_text())
+    assert (record["seed"], record["finished"]) == (2, True) and record["run_id"] != finished["run_id"]
+    assert train(output, seed=2, resume_from_checkpoint="auto") == 2  # a finished run, without a checkpoint
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt  # nothing of ours runs after it, as after SIGKILL
+
+
 def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "steps", "eval_steps": 2}
     evaluated |= {"eval_corpus_size": 6, "early_stopping_patience": 5, "metric_for_best_model": "Recall@1"}
@@ -44,6 +86,30 @@ def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     assert (record["documents"], record["of_documents"]) == (6, 8)
     assert train(tmp_path / "no", **{**evaluated, "eval_split": "dev"}) == 2
     assert "dev" in capsys.readouterr().err
+
+
+def test_the_first_process_of_a_host_fetches_and_reads_before_the_others(places, train, tmp_path, monkeypatch):
+    from contaccum.training import config
+    from contaccum.training.arguments import ContAccumTrainingArguments
+
+    events: list[str] = []
+
+    @contextmanager
+    def alone(self: Any, *_: Any, **__: Any) -> Iterator[None]:
+        events.append("others wait")
+        yield
+        events.append("others go on")
+
+    monkeypatch.setattr(ContAccumTrainingArguments, "main_process_first", alone)
+
+    def recorded(name: str, function: Any) -> Any:
+        return lambda *args: events.append(name) or function(*args)
+
+    for name in ("load_data", "load_evaluator"):
+        monkeypatch.setattr(config, name, recorded(name, getattr(config, name)))
+    evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
+    assert train(tmp_path / "run", max_steps=1, **evaluated) == 0
+    assert events[:4] == ["others wait", "load_data", "load_evaluator", "others go on"]
 
 
 def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, monkeypatch, capfd):

@@ -172,6 +172,23 @@ def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(tmp_path, server, 
         resolve_beir_data("nfcorpus", "dev")
 
 
+def test_two_processes_may_fetch_the_same_set_at_once(tmp_path, server, monkeypatch):
+    monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
+    fetch = urllib.request.urlopen
+    inodes: list[int] = []
+
+    def interleaved(url: str, timeout: float) -> Any:
+        monkeypatch.setattr("urllib.request.urlopen", fetch)
+        inodes.append(resolve_beir_data("fiqa").stat().st_ino)  # another process, while this one has begun
+        return fetch(url, timeout=timeout)
+
+    monkeypatch.setattr("urllib.request.urlopen", interleaved)
+    folder = resolve_beir_data("fiqa")
+    assert [folder.stat().st_ino] == inodes  # that of the other, who may be reading in it
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.jsonl", "qrels", "queries.jsonl"]
+    assert [path.name for path in folder.parent.iterdir()] == ["fiqa"]
+
+
 @pytest.mark.parametrize("content", [urllib.error.URLError("no\nroute"), b"half a zip"])
 def test_a_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, server, content):
     server["content"] = content

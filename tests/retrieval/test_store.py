@@ -128,6 +128,41 @@ def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(
     np.testing.assert_array_equal(EmbeddingStore.open(tmp_path / "s")[:], EMBEDDINGS)
 
 
+def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path, monkeypatch):
+    whole = contents(write(tmp_path / "whole"))
+    folder, save = tmp_path / "s", np.save
+    first, second = start(folder), start(folder)
+    encoded: list[int] = []
+
+    def interleaved(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(np, "save", save)
+        assert second.fill(PASSAGES, encode)  # while the first one writes its first shard
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(np, "save", interleaved)
+    assert first.fill(PASSAGES, lambda texts: encoded.append(len(texts)) or encode(texts))
+    assert encoded == [10] and contents(folder) == whole
+    monkeypatch.setattr(np, "save", interleaved)
+    second = start(folder, overwrite=True)
+    with pytest.raises(DataError, match="another corpus"):
+        start(folder).fill([("other", "", "x"), *PASSAGES[1:]], encode)
+
+
+def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
+    folder = write(tmp_path / "s")
+    remove = shutil.rmtree
+
+    def interleaved(path: Path, **kwargs: Any) -> None:
+        monkeypatch.setattr("contaccum.retrieval.store.shutil.rmtree", remove)
+        start(folder, overwrite=True)
+        remove(path, **kwargs)
+
+    monkeypatch.setattr("contaccum.retrieval.store.shutil.rmtree", interleaved)
+    writer = start(folder, overwrite=True)
+    assert writer.fill(PASSAGES, encode)
+    np.testing.assert_array_equal(EmbeddingStore.open(folder)[:], EMBEDDINGS)
+
+
 @pytest.mark.parametrize("change", ["a text", "an id", "a title", "fewer", "more"])
 def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, change):
     folder = write(tmp_path / "s", shard_size=5)  # which has no row too few for a shard

@@ -187,6 +187,7 @@ def ranks() -> dict[str, Any]:
         if number == 1 and stop_in is not None:
             at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
         trainer.train(resume_from_checkpoint="auto")
+        (folder / f"run_id-{number}").write_text(str(trainer.run_id))
         outcome(folder, trainer)
 
     codes["straight"] = on_ranks(2, lambda number: several(ROOT / "ranks", number))

@@ -15,7 +15,7 @@ from tiny_runs import RUN, SAVES, at_micro_step, differing, log_of, state_of, tr
 
 from contaccum.errors import UserError
 from contaccum.training import trainer as trainer_module
-from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_checkpoints, seal
+from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_checkpoints, remove_oldest, seal
 
 
 @pytest.fixture
@@ -73,6 +73,123 @@ def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(tmp_pa
     assert differing(*map(state_of, by_epochs)) == [] and len(log_of(tmp_path / "epochs")) == 1
     with pytest.raises(UserError, match="no checkpoint to resume from"):
         trainer_in(tmp_path / "empty").train(resume_from_checkpoint="last")
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in find_checkpoints(folder))
+
+
+def killed(*_: Any) -> None:
+    raise KeyboardInterrupt  # nothing of ours runs after it, as after SIGKILL
+
+
+def stop_in(trainer: Any, micro_step: int) -> None:
+    """Train until a SIGTERM in that micro-step has stopped the run, with a checkpoint."""
+    at_micro_step(trainer, micro_step, lambda _: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, "checkpoint-2", [1, 2, 3, 8, 9]),
+        (1, None, [3]),
+        (1, "checkpoint-3", [3]),
+        (1, "checkpoint-1", [1, 3]),
+        (2, "elsewhere/checkpoint-1", [2, 3]),
+        (4, "checkpoint-1", [1, 2, 3, 9]),
+    ],
+)
+def test_the_limit_removes_other_runs_checkpoints_first_and_never_the_newest_or_the_best(limit, best, left, tmp_path):
+    for update in (1, 2, 3, 8, 9):
+        folder = tmp_path / f"checkpoint-{update}"
+        folder.mkdir()
+        seal(folder, {"run_id": "ours" if update <= 3 else "other", "update": update})
+    remove_oldest(str(tmp_path), "ours", limit, None if best is None else str(tmp_path / best))
+    assert checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in left]
+
+
+@pytest.mark.parametrize("word", ["last", "auto"])
+def test_last_and_auto_resume_the_run_of_the_folder_and_no_other(word, tmp_path, caplog):
+    trainer_in(tmp_path, **SAVES).train()  # three updates, with a checkpoint each
+    stopped = trainer_in(tmp_path, learning_rate=1e-4, save_total_limit=1)
+    stop_in(stopped, 1)
+    # The limit removes checkpoints of the other run first, although their numbers are greater.
+    assert checkpoint_names(tmp_path) == ["checkpoint-1"]
+    other = trainer_in(tmp_path / "other", **SAVES)
+    other.train()
+    shutil.copytree(tmp_path / "other" / "checkpoint-3", tmp_path / "checkpoint-3")
+    resumed = trainer_in(tmp_path, learning_rate=1e-4, max_steps=1)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=word)
+    assert f"passed over {tmp_path / 'checkpoint-3'}: it is of another run" in caplog.text
+    assert resumed.run_id == stopped.run_id and resumed.state.global_step == 1
+    assert all(map(torch.equal, resumed.model.parameters(), stopped.model.parameters()))
+    named = trainer_in(tmp_path, max_steps=3)  # a folder that the user names is taken
+    named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert named.state.global_step == 3 and named.run_id == other.run_id != stopped.run_id
+
+
+def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
+    trainer_in(tmp_path, **SAVES).train()
+    (tmp_path / "checkpoint-2-copy").mkdir()
+    overwriting = trainer_in(tmp_path, overwrite_output_dir=True)
+    there: list[list[str]] = [checkpoint_names(tmp_path)]
+    at_micro_step(overwriting, 1, lambda _: there.append(checkpoint_names(tmp_path)))
+    stop_in(overwriting, 4)
+    assert there == [["checkpoint-1", "checkpoint-2", "checkpoint-3"], []]
+    # What was stopped goes on by `last`, though it overwrites.
+    trainer_in(tmp_path, overwrite_output_dir=True, **SAVES).train(resume_from_checkpoint="last")
+    assert checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"] and (tmp_path / "checkpoint-2-copy").is_dir()
+    with pytest.raises(UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"):
+        trainer_in(tmp_path, overwrite_output_dir=True).train(resume_from_checkpoint="auto")
+    with pytest.raises(UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"):
+        trainer_in(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
+
+
+@pytest.mark.parametrize("moment", ["before old checkpoints go", "in the first update", "in the first save"])
+def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(moment, tmp_path, monkeypatch):
+    straight = trainer_in(tmp_path / "straight", **SAVES)
+    straight.train()
+    trainer_in(tmp_path / "run", **SAVES, learning_rate=0.1).train()
+    overwriting = trainer_in(tmp_path / "run", overwrite_output_dir=True, **SAVES)
+    with monkeypatch.context() as patch:
+        if moment == "before old checkpoints go":
+            patch.setattr("contaccum.training.checkpoint.remove_replaced", killed)
+        elif moment == "in the first update":
+            at_micro_step(overwriting, 2, killed)
+        else:
+            patch.setattr("contaccum.training.checkpoint.seal", killed)
+            patch.setattr(trainer_module.shutil, "rmtree", lambda *_, **__: None)  # a half-written folder stays
+        with pytest.raises(KeyboardInterrupt):
+            overwriting.train()
+    assert bool(checkpoint_names(tmp_path / "run")) == (moment != "in the first update")
+    again = trainer_in(tmp_path / "run", **SAVES)
+    again.train(resume_from_checkpoint="auto")
+    assert differing(state_of(straight), state_of(again)) == []
+    assert [line["update"] for line in log_of(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_run_resumed_from_an_earlier_checkpoint_drops_its_later_ones(tmp_path, caplog):
+    first = trainer_in(tmp_path, **SAVES)
+    first.train()
+    branch = trainer_in(tmp_path, max_grad_norm=1e-3)
+    at_micro_step(branch, 1, lambda _: signal.raise_signal(signal.SIGTERM))
+    with caplog.at_level(logging.WARNING), pytest.raises(SystemExit):
+        branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert f"removed {tmp_path / 'checkpoint-3'}: the run goes on from update 1" in caplog.text
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"] and branch.run_id == first.run_id
+    resumed = trainer_in(tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint="last")
+    assert all(map(torch.equal, resumed.model.parameters(), branch.model.parameters()))
+
+
+def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_path):
+    shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
+    for word in ("last", "auto"):
+        with pytest.raises(UserError, match=r"no checkpoint to resume from .*checkpoint-8: it is of another run"):
+            trainer_in(tmp_path, **RUN).train(resume_from_checkpoint=word)
 
 
 @pytest.mark.parametrize(

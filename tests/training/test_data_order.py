@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_lines
 from tiny_models import tiny_encoder
-from tiny_runs import assert_resumes, pairs, texts_of, trainer_in
+from tiny_runs import SAVES, assert_resumes, pairs, texts_of, trainer_in
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import samplings_of
@@ -88,6 +88,30 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
     _, seen = assert_resumes_with_texts(in_two_rows_each, tmp_path, 6, **given)
     queries = [[query for query, *_ in batch] for batch in seen]
     assert all(len(set(batch)) == len(batch) for batch in queries)
+
+
+@pytest.mark.parametrize("rows", [24, 19], ids=["whole updates in a pass", "micro-batches left over"])
+def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
+    def stream() -> Any:
+        return pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
+
+    given = {"max_steps": 7, "gradient_accumulation_steps": 2}
+    _, seen = assert_resumes_with_texts(stream, tmp_path, 1, 3, 4, 6, **given)
+    num_batches = -(-rows // 4)
+    passes = [[row for batch in seen[start : start + num_batches] for row in batch] for start in (0, num_batches)]
+    # A pass has every row, in an order of its own.
+    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1] and len(passes[0]) == rows
+
+
+def test_a_longer_run_on_a_stream_goes_on_at_the_same_row(tmp_path):
+    given = {"gradient_accumulation_steps": 2, **SAVES}
+    texts = {}
+    for name, steps in (("straight", [7]), ("longer", [5, 7])):
+        for max_steps in steps:
+            trainer = trainer_in(tmp_path / name, pairs(24).to_iterable_dataset(), max_steps=max_steps, **given)
+            texts[name] = texts_of(trainer)
+            trainer.train(resume_from_checkpoint="auto")
+    assert texts["longer"] == texts["straight"][-4:]
 
 
 def sets(folder: Path, **given: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,20 @@ def test_an_evaluated_run_equals_the_other_bit_for_bit(tmp_path):
         logs.append([(line["loss"], line["bank_fill"]) for line in log_of(tmp_path / folder)])
     assert differing(*states) == [] and logs[0] == logs[1] and len(logs[0]) == 3
     assert [line["update"] for line in log_of(tmp_path / "scored", "eval_log.jsonl")] == [1, 2, 3]
+
+
+def test_a_best_checkpoint_that_another_run_wrote_is_not_loaded(tmp_path, caplog):
+    first = tmp_path / "first"
+    trainer_in(first, evaluator=Figures(FALLING), **BEST, max_steps=3).train()
+    trainer_in(tmp_path / "other", learning_rate=1.0, save_strategy="steps", save_steps=1).train()
+    shutil.rmtree(first / "checkpoint-2")  # the best one
+    shutil.copytree(tmp_path / "other" / "checkpoint-2", first / "checkpoint-2")
+    resumed = trainer_in(tmp_path / "resumed", evaluator=Figures(FALLING), **BEST, max_steps=4)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=str(first / "checkpoint-3"))
+    assert f"{first / 'checkpoint-2'}, is left out: it is of another run" in caplog.text
+    last = load_file(tmp_path / "resumed" / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(value, last[name]) for name, value in resumed.model[0].model.state_dict().items())
 
 
 def test_the_last_update_is_evaluated_whatever_the_interval(tmp_path):

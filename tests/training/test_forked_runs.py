@@ -75,6 +75,10 @@ def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks):
     # The signal came to one rank, in the first micro-step of the second update: both finish it.
     assert codes["stopped"] == [143, 143] and codes["resumed"] == [0, 0]
     assert_same_outcome(folder / "ranks", folder / "stopped", 4)
+    for name in ("ranks", "stopped"):
+        record = json.loads((folder / name / "run.json").read_text())
+        ids = [(folder / name / f"run_id-{number}").read_text() for number in range(2)]
+        assert ids == [record["run_id"]] * 2
     # One rank has the bank, and the pairs that are left.
     assert codes["alone"] == [0]
     one, two = (outcome(folder / name)[0] for name in ("alone", "ranks"))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from tiny_models import tiny_encoder
 from tiny_runs import SAVES, assert_resumes, at_micro_step, differing, log_of, pairs, state_of, trainer_in
 
 from contaccum.errors import UserError
@@ -164,15 +166,16 @@ def spoil_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
     return spoil
 
 
-def spoil_gradient(trainer: Any, factor: float) -> Callable[[Any], None]:
-    """The next gradient of one weight is multiplied by ``factor``."""
+def spoil_gradient(trainer: Any, factor: float, parameter: torch.nn.Parameter | None = None) -> Callable[[Any], None]:
+    """The next gradient of one weight, or of a given parameter, is multiplied by ``factor``."""
 
     def spoil(_: Any) -> None:
         def once(gradient: torch.Tensor) -> torch.Tensor:
             handle.remove()
             return gradient * factor
 
-        handle = next(p for p in trainer.model.parameters() if p.requires_grad).register_hook(once)
+        weight = next(p for p in trainer.model.parameters() if p.requires_grad) if parameter is None else parameter
+        handle = weight.register_hook(once)
 
     return spoil
 
@@ -201,6 +204,50 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(method, 
     assert "skipped, 1 of max_skipped_updates=10" in caplog.text
     if method == "contaccum":
         assert torch.isfinite(trainer.loss.info_nce.bank.passages).all()
+
+
+class WeightedLoss(MultipleNegativesRankingLoss):
+    """A user's loss with a parameter of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.weight * super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("spoilt", ["loss", "gradient"])
+def test_parameters_of_a_loss_stay_as_they_were_in_an_update_that_is_not_finite(spoilt, tmp_path):
+    model = tiny_encoder()
+    loss = WeightedLoss(model)
+    trainer = trainer_in(tmp_path, model=model, loss=loss, method="grad_accum", weight_decay=0.0)
+    values: list[float] = []
+    for step in (4, 7):  # the first of updates 2 and 3
+        at_micro_step(trainer, step, lambda _: values.append(loss.weight.item()))
+    if spoilt == "loss":
+        at_micro_step(trainer, 5, spoil_embeddings(trainer, math.nan))
+    else:  # that of the parameter alone: the model's gradients are finite
+        at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan, loss.weight))
+    trainer.train()
+    assert log_of(tmp_path)[1]["skipped"] == spoilt
+    assert values[0] == values[1] and math.isfinite(loss.weight.item())
+    assert loss.weight.item() != values[1]  # the next update is applied
+
+
+def test_gradients_of_a_loss_begin_again_when_memory_runs_out_in_an_update(tmp_path):
+    ended = []
+    small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+    for name, sizes in (("small", small), ("halved", {})):
+        model = tiny_encoder()
+        loss = WeightedLoss(model)
+        settings = {"method": "grad_accum", "optim": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "max_steps": 1}
+        trainer = trainer_in(tmp_path / name, pairs(36, 1), model=model, loss=loss, **settings, **sizes)
+        if name == "halved":
+            runs_out(trainer, "backward", {3}, fits=2)  # in the last micro-batch of the update
+        trainer.train()
+        ended.append(loss.weight.item())
+    assert ended[0] == pytest.approx(ended[1], abs=1e-6) and ended[0] != 1.0
 
 
 def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp_path):
