@@ -14,8 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from contaccum.bank.logits import Ids
-
 
 def world_size() -> int:
     """Ranks of the default process group, 1 without one."""
@@ -35,37 +33,36 @@ def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
     return value
 
 
-def gather_batch(embeddings: list[Tensor], ids: Ids) -> tuple[list[Tensor], Ids, slice]:
-    """Concatenate every rank's micro-batch in rank order; micro-batches may differ in length, and be empty.
+def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
+    """Concatenate the rows of every rank's tensors in rank order; ranks may have different numbers of rows, even none.
 
-    Two collectives carry it, one for embeddings and one for ids, after one that says what will come: on an accelerator
-    the host waits for that.
+    A collective says what will come, and on an accelerator the host waits for it; then one collective follows for each
+    tensor.
 
     Args:
-        embeddings: queries (n, d), passages (n, d) and, if any, negatives (n, h, d), with this rank's n; detached.
+        tensors: (n, ...) each, with this rank's n; detached.
 
     Returns:
-        The embeddings (N, ...), the ids (N, ...), NO_ID where a rank brings none, and the slice of this rank's rows; N
-        is the sum of all n.
+        The tensors (N, ...), with N the sum of all n, and the slice of this rank's rows.
 
     Raises:
-        ValueError: on every rank, when d, h or the dtype differ between ranks, or all micro-batches are empty.
+        ValueError: on every rank, when shapes or dtypes differ between ranks, or all ranks have no rows.
     """
-    n, d = embeddings[0].shape
-    h = embeddings[2].shape[1] if len(embeddings) > 2 else 0
-    facts = torch.tensor([[n, d, h, embeddings[0].element_size()]], device=embeddings[0].device)
-    lengths, *shapes = _all_gather(facts, world_size() * [1]).T.tolist()
-    for name, values in zip(("embedding size", "hard negatives per query", "bytes per number"), shapes, strict=True):
-        if len(set(values)) > 1:
-            raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in {name}: {', '.join(map(str, values))}")
+    n = len(tensors[0])
+    layout = [n]
+    for tensor in tensors:
+        layout += [*tensor.shape[1:], tensor.element_size()]
+    layouts = _all_gather(torch.tensor([layout], device=tensors[0].device), world_size() * [1]).tolist()
+    lengths = [row[0] for row in layouts]
+    shapes = {tuple(row[1:]) for row in layouts}
+    if len(shapes) > 1:
+        shown = "; ".join(str(row[1:]) for row in layouts)
+        raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in shapes or bytes per number: {shown}")
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
-    own = slice(sum(lengths[: rank()]), sum(lengths[: rank() + 1]))
-    joined = _all_gather(torch.cat([x.flatten(1) for x in embeddings], dim=1), lengths)
-    parts = joined.split([x.shape[1:].numel() for x in embeddings], dim=1)
-    everyone = [part.reshape(-1, *x.shape[1:]).contiguous() for part, x in zip(parts, embeddings, strict=True)]
-    stacked = _all_gather(ids.stack(n, h, facts.device), lengths)
-    return everyone, Ids(stacked[:, 0], stacked[:, 1], stacked[:, 2:]), own
+    first = sum(lengths[: rank()])
+    gathered = [_all_gather(tensor, lengths) for tensor in tensors]
+    return gathered, slice(first, first + n)
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:

@@ -1,157 +1,222 @@
-"""Drift: bank entries were made by an older encoder. This module estimates how far a tower has moved as a whole.
+"""Drift: bank entries were encoded by an older encoder. This module estimates how far a tower has moved.
 
-Without that, an encoder can lower the loss by moving every new embedding away from every old one, because "new or
-old" is easier to learn than "relevant or not". It knows neither the loss nor the bank. docs/drift.md tells the story.
+Without that, an encoder can lower the loss by moving every new embedding away from every old one,
+because "new or old" is easier to learn than "relevant or not". `RunningMean` follows the mean of a
+tower from micro-batch to micro-batch. `DriftProbe` measures it on a few fixed texts, far more
+exactly, and says how old an entry may be. docs/drift.md has the reasons and the figures.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contaccum.bank.memory_bank import PAIRS_PER_ORIGIN
+from contaccum.bank.memory_bank import PAIRS_PER_MEAN
 
-MOVES_ENTRIES = ("auto", "mean")  # these follow the encoder; the others need no measurement of it
-HORIZON = 128.0  # pairs after which an old embedding's weight in a running mean has fallen to 1/e
-RESIDUAL_BOUND = 0.08  # of an entry's drift without the mean shift, in units of its tower's spread: beyond, it retires
-WEIGHED_BOUND = 0.2  # the same where older entries count less: at this one, by a factor of 20
-PROBES = 32  # over the life of a bank; for a larger bank they are further apart
+HORIZON = 128.0
+"""Pairs after which the weight of an old embedding in a running mean has fallen to 1/e."""
+
+RESIDUAL_BOUND = 0.08
+"""An entry retires when its drift beyond the mean shift exceeds this, in units of its tower's spread."""
+
+PROBES = 32
+"""Probes stored over the life of a bank; for a larger bank they are further apart."""
+
+
+class MeanState(NamedTuple):
+    """The state of a `RunningMean`."""
+
+    mean: Tensor  # (d,)
+    weight: Tensor  # (), total weight seen so far, in [0, 1]: divides out the zeros at the start
+    variance: Tensor  # (), running squared distance from the mean, summed over dimensions
 
 
 class RunningMean(nn.Module):
-    """Exponentially weighted mean of one tower's embeddings (n, d), the compensation ``"mean"`` of drift.
+    """Exponentially weighted mean of one tower's embeddings, (n, d).
 
-    An entry is stored as ``x - mean then`` and used as ``stored + mean now``: it moves along with its tower, at the
-    cost of one vector instead of one per entry.
+    An entry is stored as ``x - mean then`` and used as ``stored + mean now``. So it moves along
+    with its tower, at the cost of one vector instead of one per entry.
     """
 
-    mean: Tensor  # (d,)
-    weight: Tensor  # total seen so far, in [0, 1]: divides out the zeros that the averages start from
-    variance: Tensor  # running squared distance of embeddings from the mean, summed over dimensions
+    mean: Tensor
+    weight: Tensor
+    variance: Tensor
 
-    def __init__(self, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
+    def __init__(
+        self, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> None:
         super().__init__()
-        for name, shape in (("mean", (dim,)), ("weight", ()), ("variance", ())):
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
+        self.register_buffer("mean", torch.zeros(dim, dtype=dtype, device=device))
+        self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device))
+        self.register_buffer("variance", torch.zeros((), dtype=dtype, device=device))
 
-    def after(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The state (mean, weight, variance) once a micro-batch of embeddings, (n, d), is seen; `set` takes it.
+    def after(self, embeddings: Tensor) -> MeanState:
+        """Return the state after a micro-batch of embeddings, (n, d); `set` stores it.
 
-        A micro-batch whose mean lies further off than sampling explains is a jump of the encoder, and the running
-        mean goes there at once: entries stored while it still lags would be shifted too far later on. A micro-batch of
-        one tells nothing of how samples vary, and never counts as a jump.
+        A micro-batch whose mean is further away than sampling explains is a jump of the encoder.
+        The running mean then moves there at once: entries stored while it lags behind would be
+            shifted too
+        far later on. A single embedding never counts as a jump, because it has no variance.
         """
-        n = embeddings.shape[0]
-        variances, fresh = torch.var_mean(embeddings, 0, correction=0)
-        within, away, seen = variances.sum(), fresh - self.mean, self.weight > 0
-        distance = away @ away
-        # What |fresh - mean|^2 is on average when nothing moved: the variances of the two means.
+        n = len(embeddings)
+        variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)
+        batch_variance = variances.sum()
+        difference = batch_mean - self.mean
+        distance = difference @ difference
+        has_seen = self.weight > 0
+
+        # The squared distance of two means that only sampling separates: the sum of their
+        # variances.
         noise = self.variance * (1 / n + 1 / (2 * HORIZON))
-        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0) * (seen if n > 1 else 0)
+        jump = (1 - 2 * noise / distance.clamp_min(1e-30)).clamp_min(0) * has_seen
+        if n == 1:
+            jump = torch.zeros_like(jump)
+
         step = -math.expm1(-n / HORIZON)
         weight = self.weight * (1 - step) + step
         gain = step / weight
-        spread = torch.where(seen & (jump == 0), within + distance, within * (n / max(n - 1, 1)))
-        mean = self.mean.lerp(fresh, torch.maximum(gain, jump))
-        return mean, weight, self.variance.lerp(spread, gain)
+        unbiased = batch_variance * (n / max(n - 1, 1))
+        continues = has_seen & (jump == 0)
+        variance = torch.where(continues, batch_variance + distance, unbiased)
+        return MeanState(
+            mean=self.mean.lerp(batch_mean, torch.maximum(gain, jump)),
+            weight=weight,
+            variance=self.variance.lerp(variance, gain),
+        )
 
     @torch.no_grad()
-    def set(self, state: tuple[Tensor, ...], where: Tensor) -> None:
-        """Go to a state if the bool scalar ``where`` is True."""
-        for buffer, value in zip((self.mean, self.weight, self.variance), state, strict=True):
-            buffer.copy_(torch.where(where, value, buffer))
+    def set(self, state: MeanState, condition: Tensor) -> None:
+        """Store a state if the bool scalar ``condition`` is True."""
+        self.mean.copy_(torch.where(condition, state.mean, self.mean))
+        self.weight.copy_(torch.where(condition, state.weight, self.weight))
+        self.variance.copy_(torch.where(condition, state.variance, self.variance))
 
 
 class DriftProbe(nn.Module):
-    """What the embeddings (S, d) of a few fixed texts did while the encoder learned, for both towers.
+    """Embeddings (S, d) of a few fixed texts at several times of training, for both towers.
 
-    Their mean shift is that of the tower, far more exact than from means of ever new texts, because the texts do not
-    change; and what they did beyond it is what compensation leaves: it tells how old is too old. Probes reach back over
-    the ``life`` of a bank, in pairs.
+    The shift of their mean is that of the tower. It is far more exact than a shift between means of
+    new texts, because the texts do not change. Their movement beyond it, the residual, is what
+    compensation leaves; it tells how old an entry may be. The probes reach back over the life of a
+    bank.
+
+    Args:
+        shape: (S, d).
+        bank_size: the life of a bank, in pairs.
     """
 
-    embeddings: Tensor
+    embeddings: Tensor  # (probes, 2, S, d), oldest first
 
-    def __init__(self, shape: Sequence[int], life: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        bank_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.spacing = max(PAIRS_PER_ORIGIN, life // PROBES + 1)
-        self.register_buffer("embeddings", torch.zeros(PROBES + 2, 2, *shape, dtype=dtype, device=device))
-        self.pairs: list[int] = []  # of training, seen at each probe, oldest first
-        self.updates: list[int] = []
+        self.spacing = max(PAIRS_PER_MEAN, bank_size // PROBES + 1)
+        embeddings = torch.zeros(PROBES + 2, 2, *shape, dtype=dtype, device=device)
+        self.register_buffer("embeddings", embeddings)
+        self.pairs: list[int] = []  # pairs of training at each probe, oldest first
+        self.updates: list[int] = []  # updates of training at each probe
 
     @torch.no_grad()
     def observe(self, queries: Tensor, passages: Tensor, update: int, pairs: int) -> Tensor:
-        """Take in embeddings, (S, d) each, as of ``update`` and ``pairs``: the mean shift since the last, (2, d)."""
+        """Store embeddings, (S, d) each, and return the mean shift since the last probe, (2, d)."""
         fresh = torch.stack([queries, passages]).to(self.embeddings)
-        known = len(self.pairs)
-        shift = (fresh - self.embeddings[max(known - 1, 0)]).mean(1) * (known > 0)
+        count = len(self.pairs)
+        if count == 0:
+            shift = torch.zeros_like(fresh[:, 0])
+        else:
+            shift = (fresh - self.embeddings[count - 1]).mean(1)
         # The latest probe stays beside the others once it is far enough from the one before it.
-        if known > 1 and self.pairs[-1] - self.pairs[-2] < self.spacing:
-            known -= 1
-        elif known == len(self.embeddings):
-            known -= 1
+        if count > 1 and self.pairs[-1] - self.pairs[-2] < self.spacing:
+            count -= 1
+        elif count == len(self.embeddings):
+            count -= 1
             self.embeddings.copy_(self.embeddings.roll(-1, 0))
-            del self.pairs[0], self.updates[0]
-        self.pairs[known:], self.updates[known:] = [pairs], [update]
-        self.embeddings[known] = fresh
+            del self.pairs[0]
+            del self.updates[0]
+        self.pairs[count:] = [pairs]
+        self.updates[count:] = [update]
+        self.embeddings[count] = fresh
         return shift
 
     def residuals(self) -> Tensor:
-        """What the mean shift leaves of the drift since each probe but the latest, for both towers: (probes - 1, 2).
+        """Return the drift that the mean shift leaves since each probe but the latest, (probes - 1, 2).
 
-        Root mean square over the texts, in units of the root mean squared distance of the texts from their mean.
+        It is a root mean square over the texts, in units of their root mean squared distance from
+        their mean, for queries and passages.
         """
-        *_, now = probes = self.embeddings[: len(self.pairs)]
-        return (_variance(now - probes[:-1]) / _variance(now).clamp_min(1e-24)).sqrt()
+        probes = self.embeddings[: len(self.pairs)]
+        latest = probes[-1]
+        drift = _variance(latest - probes[:-1])
+        spread = _variance(latest).clamp_min(1e-24)
+        return (drift / spread).sqrt()
 
     def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
-        """Pairs of training after which an entry has drifted further than ``bound``, infinite when none has, by the
-        `residuals` (probes - 1,) of one tower, interpolated."""
-        before, less = 0.0, 0.0
-        for pairs, residual in zip(self.pairs[-2::-1], reversed(residuals.tolist()), strict=True):
-            age = self.pairs[-1] - pairs
+        """Return the age in pairs at which the ``residuals`` (probes - 1,) of a tower reach ``bound``.
+
+        It is interpolated between probes, and infinite if no residual exceeds the bound.
+        """
+        younger_age = 0.0
+        younger_residual = 0.0
+        ages = [self.pairs[-1] - pairs for pairs in reversed(self.pairs[:-1])]
+        for age, residual in zip(ages, reversed(residuals.tolist()), strict=True):
             if residual > bound:
-                return before + (age - before) * (bound - less) / (residual - less)
-            before, less = age, residual
+                share = (bound - younger_residual) / (residual - younger_residual)
+                return younger_age + (age - younger_age) * share
+            younger_age = age
+            younger_residual = residual
         return math.inf
 
-    def log_weight(self, residuals: Sequence[float], age: int) -> float:
-        """Logarithm of what an entry of an ``age`` in pairs counts, exp(-(r / 0.08)^2 / 2) for a residual drift r."""
-        ages = [self.pairs[-1] - pairs for pairs in self.pairs[::-1]]
-        return -0.5 * (float(np.interp(age, ages, [0.0, *reversed(residuals)])) / RESIDUAL_BOUND) ** 2
-
     def record(self, oldest: int) -> dict[str, float]:
-        """Drift over the life of a bank whose oldest entry is ``oldest`` updates old, or as much of it as is known.
+        """Return the drift over the life of a bank whose oldest entry is ``oldest`` updates old.
+
+        Reads the device.
 
         Returns:
-            ``drift_age`` (updates between the two probes compared); for each tower ``drift_cosine_...`` (of a text's
-            embeddings then and now), ``drift_shift_...`` (length of the mean shift, in units of the texts' root mean
-            squared distance from their mean) and ``drift_residual_...`` (what is left without it). Reads the device.
+            ``drift_age`` (updates between the two probes compared); for each tower
+            ``drift_cosine_...`` (of a text's embeddings then and now), ``drift_shift_...`` (length
+            of the mean shift, in units of the texts' root mean squared distance from their mean)
+            and ``drift_residual_...`` (the drift without it).
         """
         ages = [self.updates[-1] - update for update in self.updates[:-1]]
         if not ages:
             return {}
-        then = next((i for i, age in enumerate(ages) if age <= max(oldest, 1)), len(ages) - 1)
-        old, new = self.embeddings[then], self.embeddings[len(ages)]
-        cosines = nn.functional.cosine_similarity(new, old, dim=-1).mean(-1)
-        shifts = (new - old).mean(1).norm(dim=-1) / _variance(new).sqrt()
+        then = len(ages) - 1
+        for index, age in enumerate(ages):
+            if age <= max(oldest, 1):
+                then = index
+                break
+        old = self.embeddings[then]
+        new = self.embeddings[len(ages)]
+        values = {
+            "cosine": nn.functional.cosine_similarity(new, old, dim=-1).mean(-1),
+            "shift": (new - old).mean(1).norm(dim=-1) / _variance(new).sqrt(),
+            "residual": self.residuals()[then],
+        }
         record: dict[str, float] = {"drift_age": ages[then]}
-        for key, values in (("cosine", cosines), ("shift", shifts), ("residual", self.residuals()[then])):
-            record |= {f"drift_{key}_query": values[0].item(), f"drift_{key}_passage": values[1].item()}
+        for name, (query_value, passage_value) in values.items():
+            record[f"drift_{name}_query"] = float(query_value)
+            record[f"drift_{name}_passage"] = float(passage_value)
         return record
 
     def get_extra_state(self) -> Tensor:
-        """When the probes were, int64 (2, probes), on the CPU."""
+        """Return when the probes were, int64 (2, probes), on the CPU."""
         return torch.tensor([self.pairs, self.updates])
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.pairs, self.updates = state.tolist()
+        """Restore what `get_extra_state` returned."""
+        self.pairs = state[0].tolist()
+        self.updates = state[1].tolist()
 
 
 def _variance(embeddings: Tensor) -> Tensor:
-    """Mean squared distance of texts from their mean: (..., S, d) to (...)."""
+    """Return the mean squared distance of texts from their mean: (..., S, d) to (...)."""
     return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1)

@@ -1,6 +1,7 @@
 """A guide: a frozen SentenceTransformer beside the one that trains, whose scores say which columns are no negatives.
 
-It reads the texts as the model got them, prompts included; the rule that its scores are put to is in ``pairs``.
+It reads the texts as the model got them, prompts included; the rule that its scores are put to is
+in ``pairs``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.losses.gradcache import _create_minibatch  # private, but who else knows all layouts
+from sentence_transformers.base.losses.gradcache import (
+    _create_minibatch,  # private, but who else knows all layouts
+)
 from sentence_transformers.util import batch_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -21,14 +24,18 @@ from contaccum.losses.text_ids import rows_in
 class Guide:
     """Embeddings of a ``guide`` for what ``model`` is trained on: of its tokens, or of its texts where they differ.
 
-    It is no Module, so that nothing trains it, sets its mode, wraps or copies it. Raises ConfigError where one of the
-    models has no tokenizer of transformers.
+    It is no Module, so that nothing trains it, sets its mode, wraps or copies it. Raises
+    ConfigError where one of the models has no tokenizer of transformers.
     """
 
     def __init__(self, model: SentenceTransformer, guide: SentenceTransformer) -> None:
         mine, own = (getattr(x, "tokenizer", None) for x in (model, guide))
-        if not isinstance(mine, PreTrainedTokenizerBase) or not isinstance(own, PreTrainedTokenizerBase):
-            raise ConfigError("guide: it and the model each need a tokenizer of transformers, to read the same texts")
+        if not isinstance(mine, PreTrainedTokenizerBase) or not isinstance(
+            own, PreTrainedTokenizerBase
+        ):
+            raise ConfigError(
+                "guide: it and the model each need a tokenizer of transformers, to read the same texts"
+            )
         cuts = (guide.max_seq_length or 2**62) < (model.max_seq_length or 2**62)
         self.tokenizer = mine if cuts or mine.get_vocab() != own.get_vocab() else None
         self.model = guide.eval().requires_grad_(False)
@@ -44,7 +51,10 @@ class Guide:
         for read in map(self._read, columns):
             parts = [read]
             if at_once is not None:
-                parts = [_create_minibatch(read, i, i + at_once) for i in range(0, rows_in(read) or 0, at_once)]
+                parts = [
+                    _create_minibatch(read, i, i + at_once)
+                    for i in range(0, rows_in(read) or 0, at_once)
+                ]
             found.append(torch.cat([self.model(part)["sentence_embedding"] for part in parts]))
         return found
 
@@ -53,7 +63,9 @@ class Guide:
             tokens, bounds = column["input_ids"], column.get("cu_seq_lens_q")
             texts = tokens if bounds is None else tokens[0].split(bounds.diff().tolist())
             task = {"task": column["task"]} if "task" in column else {}
-            column = self.model.preprocess(self.tokenizer.batch_decode(texts, skip_special_tokens=True), **task)
+            column = self.model.preprocess(
+                self.tokenizer.batch_decode(texts, skip_special_tokens=True), **task
+            )
         # Copies, as modules may write into what they are given: Pooling masks prompts in place.
         read = {key: x.clone() if isinstance(x, Tensor) else x for key, x in column.items()}
         return batch_to_device(read, self.model.device)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from contaccum.data.sampling import LABELS
 from contaccum.encoders.dual_encoder import is_tied
 from contaccum.errors import ConfigError
-from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
+from contaccum.losses.cached import CachedContAccumLoss
+from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.probe import without_dropout
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -87,7 +88,7 @@ def take_roles(args: ContAccumTrainingArguments, model: SentenceTransformer, col
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
     """Refuse data that has no positives, or nothing that could be a negative; raises `ConfigError` naming the set."""
     loss = innermost(loss)
-    in_batch = isinstance(loss, ContAccumLoss) and not loss.settings["bank_size"]
+    in_batch = isinstance(loss, ContAccumLoss) and not loss.settings.bank_size
     alone = args.per_device_train_batch_size == 1 and not (args.gathers or args.finds_micro_batch)
     for name, names in columns.items():
         of = "the training data" if name is None else f"training set {name!r}"

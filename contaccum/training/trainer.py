@@ -137,7 +137,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         known = [x.known_positives for x in (*self.samplings, *samplings_of(eval_dataset))]
         pairs = [x for x in known if x is not None]
         for bank_loss in self.bank_losses() if pairs else ():
-            bank_loss.know_positives(*torch.from_numpy(np.concatenate(pairs)).T.contiguous())
+            bank_loss.set_known_positives(*torch.from_numpy(np.concatenate(pairs)).T.contiguous())
         self.updates = Updates(self)
         # Before the others, so that those who log get what it adds.
         self.callback_handler.callbacks.insert(0, UpdateCallback(self))

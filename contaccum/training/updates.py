@@ -7,6 +7,7 @@ the trainer's affair. Also how much memory is used, and the largest micro-batch 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import heapq
 import logging
 import math
@@ -124,7 +125,7 @@ class Updates:
             pairs = expected.total()
             if isinstance(losses, dict):
                 pairs = sum(expected[name] for name, loss in losses.items() if bank_loss in loss.modules())
-            if bank_loss.settings["gather_across_devices"]:
+            if bank_loss.settings.gather_across_devices:
                 pairs = int(over_ranks("SUM", torch.tensor(pairs, device=self.trainer.args.device)))
             bank_loss.begin_update(pairs)
 
@@ -168,7 +169,7 @@ class Updates:
     def _least_rows(self) -> int:
         """The smallest micro-batch: 1 where a query alone has negatives, of a bank, of a cache, or hard ones."""
         trainer = self.trainer
-        alone = trainer.hard_negatives or self.caches or any(x.settings["bank_size"] for x in trainer.bank_losses())
+        alone = trainer.hard_negatives or self.caches or any(x.settings.bank_size for x in trainer.bank_losses())
         return 1 if alone else 2
 
     def find_micro_batch(self) -> None:
@@ -206,9 +207,8 @@ class Updates:
         loss: Any = copy.deepcopy(trainer.loss, {id(trainer.model): trainer.model})
         for one in loss.modules():
             if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
-                one.settings = {**one.settings, "gather_across_devices": False}
+                one.settings = dataclasses.replace(one.settings, gather_across_devices=False)
                 one.distillation = None  # these rows have no scores
-                one.log_scale = None  # whose gradient is that of all ranks
         _encode_at_once(loss, n)
         states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
         try:

@@ -1,0 +1,151 @@
+"""CachedContAccumLoss: ContAccumLoss over a gradient cache, for batches larger than memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
+from sentence_transformers.util import cos_sim
+from torch import Tensor
+
+from contaccum.bank.settings import (
+    CenterGradients,
+    DriftCompensationMode,
+    GuideMarginStrategy,
+    HardnessMode,
+    NormalizeBy,
+    PartitionMode,
+)
+from contaccum.errors import ConfigError
+from contaccum.losses.contaccum import ContAccumLoss
+
+
+class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
+    """`ContAccumLoss` over a gradient cache: every pair has the whole batch and the bank for negatives.
+
+    It is to `ContAccumLoss` what CachedMultipleNegativesRankingLoss is to
+    MultipleNegativesRankingLoss. The batch is encoded without gradients first, ``mini_batch_size``
+    texts at a time, then again with the gradients of its embeddings. It takes GradCache's time; the
+    bank adds negatives, but no memory of activations.
+
+    Args:
+        mini_batch_size: texts that are encoded at once.
+        mini_batch_num_tokens: tokens that are encoded at once, instead.
+        show_progress_bar: show the progress over mini-batches.
+        Others: as in `ContAccumLoss`.
+
+    Raises:
+        ConfigError (a ValueError): for settings that cannot work, and for a StaticEmbedding, whose
+        texts lie
+            in one stream.
+
+    Relations:
+        - `CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch
+            without
+          duplicates.
+
+    Example:
+        ```python
+        loss = CachedContAccumLoss(model, bank_size=4096, mini_batch_size=8)
+        args = SentenceTransformerTrainingArguments(per_device_train_batch_size=128)
+        SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset,
+        loss=loss).train()
+        ```
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        bank_size: int = 1024,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        distill: str | None = None,
+        distill_weight: float = 1.0,
+        distill_temperature: float = 1.0,
+        guide: SentenceTransformer | None = None,
+        query_bank_size: int | None = None,
+        normalize_by: NormalizeBy = "local",
+        mask_duplicates: bool = True,
+        bank_hard_negatives: bool = True,
+        drift_compensation: DriftCompensationMode = "auto",
+        center_gradients: CenterGradients = "auto",
+        pairs_per_update: int | None = None,
+        bank_weight: float = 1.0,
+        false_negative_margin: float | None = None,
+        guide_margin: float = 0.0,
+        guide_margin_strategy: GuideMarginStrategy = "absolute",
+        hardness_mode: HardnessMode | None = None,
+        hardness_strength: float = 0.0,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: PartitionMode = "joint",
+    ) -> None:
+        super().__init__(
+            model,
+            bank_size=bank_size,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            gather_across_devices=gather_across_devices,
+            distill=distill,
+            distill_weight=distill_weight,
+            distill_temperature=distill_temperature,
+            guide=guide,
+            query_bank_size=query_bank_size,
+            normalize_by=normalize_by,
+            mask_duplicates=mask_duplicates,
+            bank_hard_negatives=bank_hard_negatives,
+            drift_compensation=drift_compensation,
+            center_gradients=center_gradients,
+            pairs_per_update=pairs_per_update,
+            bank_weight=bank_weight,
+            false_negative_margin=false_negative_margin,
+            guide_margin=guide_margin,
+            guide_margin_strategy=guide_margin_strategy,
+            hardness_mode=hardness_mode,
+            hardness_strength=hardness_strength,
+            directions=directions,
+            partition_mode=partition_mode,
+        )
+        if has_static_embedding_input(model):
+            raise ConfigError(
+                "CachedContAccumLoss cannot split a StaticEmbedding's texts: use ContAccumLoss"
+            )
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
+            raise ConfigError(
+                f"mini_batch_num_tokens must be at least 1, got {mini_batch_num_tokens}"
+            )
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss of a batch of tokenised columns; as in `ContAccumLoss`."""
+        features = list(sentence_features)
+        ids = self._prepare_columns(features, labels)
+        guide = self._embed_by_guide(features, self.mini_batch_size)
+        passed_on: Any = (labels, ids, guide)  # the mixin hands it to `calculate_loss`
+        return self.forward_cached(features, passed_on)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Compute the loss of an encoded batch; the mixin calls it.
+
+        Args:
+            reps: for each column a list of mini-batches, (mini-batch, d) each.
+            labels: what `forward` passed on: labels, ids, and a guide's embeddings.
+        """
+        embeddings = [torch.cat(mini_batches) for mini_batches in reps]
+        loss = self.compute_loss_from_embeddings(embeddings, *(labels or ()))
+        if with_backward:
+            leaves = [rep for mini_batches in reps for rep in mini_batches]
+            loss.backward(inputs=leaves)
+        return loss.detach()
