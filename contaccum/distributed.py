@@ -15,6 +15,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 
+LAYOUT_LENGTH = 16
+"""Numbers that describe the rows of a rank: how many, and the shape and item size of each tensor."""
+
+
 def world_size() -> int:
     """Ranks of the default process group, 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -52,12 +56,15 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     layout = [n]
     for tensor in tensors:
         layout += [*tensor.shape[1:], tensor.element_size()]
+    layout += [0] * (LAYOUT_LENGTH - len(layout))  # ranks may bring different numbers of tensors
     layouts = _all_gather(torch.tensor([layout], device=tensors[0].device), world_size() * [1]).tolist()
     lengths = [row[0] for row in layouts]
     shapes = {tuple(row[1:]) for row in layouts}
     if len(shapes) > 1:
-        shown = "; ".join(str(row[1:]) for row in layouts)
-        raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in shapes or bytes per number: {shown}")
+        raise ValueError(
+            "the micro-batches of ranks 0, 1, ... differ in embedding size, hard negatives per query or bytes per "
+            f"number: {'; '.join(str(row[1:]) for row in layouts)}"
+        )
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
     first = sum(lengths[: rank()])

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.directions import DIRECTIONS
+from contaccum.bank.settings import DIRECTIONS
 
 D = 6
 WORLD = 3  # two and four train in tests/training/test_forked_runs.py
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pre_batch": {"bank_size": 17, "query_bank_size": 0},
     "filters": {"bank_size": 17, "similarity": "cos", "false_negative_margin": 0.1, "guide_margin": 0.1},
     "hardness": {"bank_size": 17, "similarity": "cos", "hardness_mode": "all_negatives", "hardness_strength": 2.0},
-    "directions": {"bank_size": 17, "directions": tuple(DIRECTIONS), "similarity": "cos", "learn_temperature": True},
+    "directions": {"bank_size": 17, "directions": tuple(DIRECTIONS), "similarity": "cos"},
 }
 CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
 
@@ -88,8 +88,6 @@ def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str,
     gradients.append(torch.stack([p.grad for p in towers.parameters()]))
     state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
     drift = loss_fn.drift_record()
-    if loss_fn.log_scale is not None:
-        drift["gradient of log_scale"] = float(loss_fn.log_scale.grad)
     return {"gradients": gradients, "losses": losses, "told": told, "state": state, "drift": drift}
 
 

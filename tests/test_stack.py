@@ -55,8 +55,8 @@ class Case:
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         assert moved and all(0 < x < 100 for x in losses), losses
         for ours in (x.info_nce for x in loss.modules() if isinstance(x, ContAccumLoss)):
-            assert (ours.bank.updates, ours.bank.fill, len(ours.probe.pairs)) == (5, 16, 1)
-            assert ours.bank.ids[1].unique().numel() == 2 * 16  # positives and negatives: every text has an id
+            assert (ours.clock.num_updates, ours.bank.fill, len(ours.compensation.probe.pairs)) == (5, 16, 1)
+            assert ours.bank.document_ids[1].unique().numel() == 2 * 16  # positives and negatives: every text has an id
         return losses
 
 

@@ -58,6 +58,11 @@ class MicroBatch(NamedTuple):
     guide: GuideEmbeddings | None
     local_rows: slice  # the rows of this rank
 
+    @property
+    def guide_dim(self) -> int:
+        """The embedding size g of the guide, 0 without one."""
+        return 0 if self.guide is None else self.guide.documents.shape[2]
+
 
 def collect_micro_batch(
     embeddings: list[Tensor],

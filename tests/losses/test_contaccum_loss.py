@@ -1,6 +1,8 @@
 """ContAccumLoss inside sentence-transformers: a drop-in that notices updates, probes and resumes by itself."""
 
 import copy
+import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -16,9 +18,8 @@ from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEnc
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import contaccum as losses
-from contaccum.losses import probe
-from contaccum.losses.contaccum import PAIRS_PER_PROBE
-from contaccum.losses.probe import PROBE_TEXTS, TextProbe
+from contaccum.losses import bank_states, probe
+from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 from contaccum.losses.text_ids import content_ids, first_rows
 
 
@@ -65,9 +66,9 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their
     assert loss_fn.info_nce is loss_fn.info_nces["16"] and {*loss_fn.info_nces} == {"16", "8", "4"}
     for dim, single in zip(dims, singles, strict=True):
         ours, theirs = loss_fn.info_nces[str(dim)], single.info_nce
-        assert (ours.bank.fill, ours.bank.updates, ours.bank.limit) == (40, 23, theirs.bank.limit)
-        assert ours.probe.pairs == theirs.probe.pairs and len(ours.probe.pairs) == 2
-        assert torch.allclose(ours.probe.embeddings, theirs.probe.embeddings, atol=1e-9)
+        assert (ours.bank.fill, ours.clock.num_updates, ours.compensation.age_limit) == (40, 23, theirs.compensation.age_limit)
+        assert ours.compensation.probe.pairs == theirs.compensation.probe.pairs and len(ours.compensation.probe.pairs) == 2
+        assert torch.allclose(ours.compensation.probe.embeddings, theirs.compensation.probe.embeddings, atol=1e-9)
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -99,7 +100,7 @@ def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(mode
     ):
         loss_fn = ContAccumLoss(model, bank_size=8, drift_compensation="none").train()
         if known:
-            loss_fn.know_positives(torch.tensor([9, 1]), torch.tensor([9, 102]))
+            loss_fn.set_known_positives(torch.tensor([9, 1]), torch.tensor([9, 102]))
         losses[name] = [loss_fn(texts, labels).item() for _ in range(2)]
     assert losses["ids"] == losses["tokens"] == losses["scores"] == losses["other ids"]
     queries, passages = (model(column)["sentence_embedding"] for column in texts)
@@ -126,9 +127,9 @@ def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(mo
         (distance + loss_fn.compute_loss_from_embeddings(embeddings, None, **ids)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    loss_fn.bank_state_dict()
-    assert loss_fn.info_nce.bank.updates == 10 and loss_fn.info_nce.bank.age >= 4
-    assert bool((loss_fn.info_nce.bank.ids != NO_ID).any()) == with_ids
+    loss_fn.info_nce.end_pending_update()
+    assert loss_fn.info_nce.clock.num_updates == 10 and loss_fn.info_nce.bank_age >= 4
+    assert bool((loss_fn.info_nce.bank.document_ids != NO_ID).any()) == with_ids
     said = [record.message.split(",")[0] for record in caplog.records]
     assert said == ([] if with_ids else ["duplicates are not masked"]) + ["no entry retires for its age"]
 
@@ -143,12 +144,12 @@ def test_positives_and_hard_negatives_are_encoded_in_one_pass_as_by_sentence_tra
 
 def test_every_setting_of_the_loss_passes_through_under_its_own_name(model):
     """Most of them are given by the trainer's own test: tests/training/test_arguments.py."""
-    given = {"normalize_by": "all", "bank_dtype": torch.bfloat16, "pairs_per_update": 12}
+    given = {"normalize_by": "all", "pairs_per_update": 12}
     loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, **given)
     expected = {"bank_size": 4, "temperature": 0.2, "similarity": "dot", "gather_across_devices": True, **given}
-    assert expected.items() <= loss_fn.settings.items()
+    assert expected.items() <= dataclasses.asdict(loss_fn.settings).items()
     config = loss_fn.get_config_dict()
-    assert [config[key] for key in ("scale", "similarity_fct", "bank_dtype")] == [5.0, "dot_score", "torch.bfloat16"]
+    assert [config[key] for key in ("scale", "similarity_fct", "normalize_by")] == [5.0, "dot_score", "all"]
     assert "2406.12356" in loss_fn.citation
 
 
@@ -180,7 +181,7 @@ def train(loss_fn: ContAccumLoss, optimizer: torch.optim.Optimizer, steps: range
     for step in steps:
         loss = loss_fn(ids_of(16, step))
         loss.backward()
-        found.append((loss.item(), loss_fn.info_nce.bank.updates, loss_fn.last["columns"]))
+        found.append((loss.item(), loss_fn.info_nce.clock.num_updates, loss_fn.last["columns"]))
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -279,20 +280,22 @@ def test_banks_of_each_rank_s_own_go_into_one_state_and_back(model, monkeypatch)
     for seed, loss_fn in enumerate(ranks):
         loss_fn(ids_of(4, seed))
     own = [loss_fn.bank_state_dict() for loss_fn in ranks]
-    monkeypatch.setattr(losses, "world_size", lambda: 2)
-    monkeypatch.setattr(losses, "gather_states", lambda state, device: own)
+    for module in (losses, bank_states):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
+    monkeypatch.setattr(bank_states, "gather_states", lambda state, device: own)
     state = ranks[0].bank_state_dict()
     assert ranks[1].bank_state_dict(keep=False) == {}
     for index in range(2):
-        monkeypatch.setattr(losses, "rank", lambda index=index: index)
+        monkeypatch.setattr(bank_states, "rank", lambda index=index: index)
         restored = ContAccumLoss(model, bank_size=8)
         restored.load_bank_state_dict(state)
-        monkeypatch.setattr(losses, "gather_states", lambda state, device: [state])
+        monkeypatch.setattr(bank_states, "gather_states", lambda state, device: [state])
         again = {key.removeprefix("of_rank_0."): value for key, value in restored.bank_state_dict().items()}
         assert again.keys() == own[index].keys()
         assert all(torch.equal(value, own[index][key]) for key, value in again.items())
     for world, shared in ((3, False), (2, True)):
-        monkeypatch.setattr(losses, "world_size", lambda world=world: world)
+        for module in (losses, bank_states):
+            monkeypatch.setattr(module, "world_size", lambda world=world: world)
         with pytest.raises(ConfigError, match="banks of 2 ranks"):
             ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(state)
 
@@ -319,7 +322,7 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, ma
                 (loss_fn(rows_of(columns, start, start + n)) * n / 8).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert loss_fn.info_nce.probe.embeddings.shape[2] == PROBE_TEXTS
+        assert loss_fn.info_nce.compensation.probe.embeddings.shape[2] == PROBE_TEXTS
         in_use.append(loss_fn.info_nce.bank.in_use)
     assert in_use == [8, 8]
 
@@ -333,7 +336,7 @@ def test_within_the_first_update_nothing_is_moved_or_centred_though_the_probe_is
         model.zero_grad()
         for start in range(PROBE_TEXTS + 4):
             loss_fn(rows_of(columns, start, start + 1)).backward()
-        assert (loss_fn.info_nce.probe is not None) == (not settings)
+        assert (loss_fn.info_nce.compensation.probe is not None) == (not settings)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert gradients[1].abs().max() > 1e-3
     assert (gradients[0] - gradients[1]).abs().max() < 1e-12
@@ -349,7 +352,7 @@ def test_a_loss_restored_while_its_probe_is_collected_goes_on_collecting(model):
             restored.load_bank_state_dict(first.bank_state_dict())
         later(rows_of(columns, start, start + 1)).backward()
     expected, state = straight.bank_state_dict(), restored.bank_state_dict()
-    assert restored.info_nce.probe is not None
+    assert restored.info_nce.compensation.probe is not None
     assert expected.keys() == state.keys()
     assert all(torch.equal(expected[key], state[key]) for key in expected)
 
@@ -370,3 +373,14 @@ def test_texts_that_differ_in_case_alone_stay_duplicates_beside_ids_of_the_data_
     loss_fn(columns, label)
     loss_fn(again, label + 100)
     assert loss_fn.last["masked"].item() == pytest.approx(1 / 7)
+
+
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+def test_the_signature_names_every_setting_with_the_default_of_the_bank(loss_class):
+    signature = inspect.signature(loss_class).parameters
+    settings = inspect.signature(BankedInfoNCE).parameters
+    renamed = {"temperature", "similarity"}  # scale and similarity_fct here
+    assert settings.keys() - renamed <= signature.keys()
+    for name in settings.keys() - renamed:
+        assert signature[name].default == settings[name].default
+    assert all(x.kind is not inspect.Parameter.VAR_KEYWORD for x in signature.values())

@@ -106,7 +106,7 @@ def test_scores_beside_ids_leave_masks_as_they_are_and_scores_that_nobody_asked_
     found = {}
     for name, given in labels.items():
         loss_fn = ContAccumLoss(model, 0, **({} if name == "ids" else {"distill": "kl", "distill_weight": 1e-9}))
-        loss_fn.know_positives(torch.arange(6), 6 + torch.arange(6).roll(1))
+        loss_fn.set_known_positives(torch.arange(6), 6 + torch.arange(6).roll(1))
         found[name] = loss_fn([dict(x) for x in batch], given).item()
     assert found["both"] == pytest.approx(found["ids"], abs=1e-6) and abs(found["scores"] - found["ids"]) > 0.01
     assert not caplog.records

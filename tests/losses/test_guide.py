@@ -89,7 +89,7 @@ def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(model, guide
         for seed in range(3):
             wrapped(batch(model, range(seed, seed + 2), 3), None).backward()
         found.append(gradient(model))
-        assert [x.bank.guide.columns.shape for x in loss_fn.info_nces.values()] == [(64, 2, 16)] * 2
+        assert [x.bank.guide.documents.shape for x in loss_fn.info_nces.values()] == [(64, 2, 16)] * 2
         assert loss_fn.last["masked"] > 0
     assert asked == [8] * 9 + [4] * 18
     assert (found[0] - found[1]).abs().max() < 1e-10 < 1e-3 < found[0].abs().max()
@@ -106,5 +106,5 @@ def test_what_a_guide_cannot_read_is_refused(model, guide, tiny_tokenizer):
     with pytest.raises(ConfigError, match="the texts are not known here"):
         loss_fn.compute_loss_from_embeddings(embeddings)
     loss_fn.compute_loss_from_embeddings(embeddings, guide=loss_fn.guide.embed(columns))
-    assert loss_fn.info_nce.bank.guide.columns.shape == (8, 1, 16)
+    assert loss_fn.info_nce.bank.guide.documents.shape == (8, 1, 16)
     assert copy.deepcopy(loss_fn).guide is loss_fn.guide and "guide" in loss_fn.get_config_dict()

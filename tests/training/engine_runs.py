@@ -74,7 +74,7 @@ def train(engine: str, case: str, model: Any) -> None:
         spoil(trainer)
     trainer.train(str(ROOT / f"{engine}-tied" / "checkpoint-1") if case == "resumed" else None)
     (loss,) = trainer.bank_losses()
-    about = {"wrapped": type(trainer.model_wrapped).__name__, "updates": loss.info_nce.bank.updates}
+    about = {"wrapped": type(trainer.model_wrapped).__name__, "updates": loss.info_nce.clock.num_updates}
     (folder / f"rank-{args.process_index}.json").write_text(json.dumps(about))
     if case == "tied":
         trainer._load_from_checkpoint(str(folder / "checkpoint-1"))  # as transformers does with the best

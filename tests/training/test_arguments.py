@@ -91,10 +91,10 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
     of_a_bank = set(inspect.signature(BankedInfoNCE).parameters) - told_by_the_trainer
     assert set(LOSS_SETTINGS) == {*of_a_bank, "distill", "distill_weight", "distill_temperature"}
     given = {"bank_size": 7, "query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False}
-    given |= {"bank_hard_negatives": False, "drift_compensation": "none", "bank_dtype": "bfloat16"}
+    given |= {"bank_hard_negatives": False, "drift_compensation": "none"}
     given |= {"center_gradients": "queries", "bank_weight": 128.0}
     given |= {"false_negative_margin": 0.1, "guide_margin": 0.2, "guide_margin_strategy": "relative"}
-    given |= {"hardness_mode": "hard_negatives", "hardness_strength": 5.0, "learn_temperature": True}
+    given |= {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}
     given |= {"directions": ["query_to_doc", "doc_to_query"], "partition_mode": "per_direction"}
     distill = {"distill": "kl", "distill_weight": 0.5, "distill_temperature": 2.0}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill)

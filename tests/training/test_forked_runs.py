@@ -82,5 +82,5 @@ def test_ranks_stop_together_and_go_on_as_many_or_as_one(ranks):
     # One rank has the bank, and the pairs that are left.
     assert codes["alone"] == [0]
     one, two = (outcome(folder / name)[0] for name in ("alone", "ranks"))
-    ids = [key for key in one if key.endswith("bank.ids")]
+    ids = [key for key in one if key.endswith("bank.document_ids")]
     assert ids and all(torch.equal(one[key], two[key]) for key in ids)

@@ -76,7 +76,7 @@ def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_si
     trainer = assert_resumes(make, tmp_path, 2)
     assert trainer.updates.rows_fit == 2
     # The update began again: the four pairs before are in the bank twice, and none is missing.
-    assert trainer.loss.info_nce.bank.pairs == 36 + 4
+    assert trainer.loss.info_nce.bank.total_enqueued == 36 + 4
 
 
 def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(tmp_path):
@@ -259,7 +259,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp
     line = log_of(tmp_path)[1]
     assert line["skipped"] == "gradient" and line["micro_steps"] == [0, 1, 2] and len(set(line["rows"])) == 12
     assert line["loss"] is not None and trainer.updates.skipped == 1
-    assert trainer.loss.info_nce.bank.pairs == 36  # its embeddings were fine
+    assert trainer.loss.info_nce.bank.total_enqueued == 36  # its embeddings were fine
 
 
 def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(tmp_path):
