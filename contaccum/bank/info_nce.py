@@ -30,7 +30,7 @@ from contaccum.bank.centering import GradientCentering
 from contaccum.bank.compensation import DriftCompensation, TowerMeans
 from contaccum.bank.diagnostics import describe_micro_step, softmax_masses
 from contaccum.bank.false_negatives import PositivesTable, make_rules
-from contaccum.bank.logits import GuideEmbeddings, Pairs
+from contaccum.bank.logits import Pairs
 from contaccum.bank.memory_bank import LogitBlocks, MemoryBank, score_blocks
 from contaccum.bank.micro_batch import (
     MicroBatch,
@@ -244,7 +244,8 @@ class BankedInfoNCE(nn.Module):
             for embeddings in batch.embeddings:
                 embeddings.requires_grad_(takes_gradients)
             queries, documents = self._normalize(batch.embeddings)
-            bank = self._prepare_bank(documents, batch.guide)
+            guide_dim = 0 if batch.guide is None else batch.guide.documents.shape[2]
+            bank = self._prepare_bank(documents, guide_dim)
             means = self.compensation.present_means(queries, documents[:, 0], is_training)
             local = self._make_pairs(queries, documents, batch, means.passages)
             blocks = self._score_blocks(local, bank)
@@ -440,7 +441,7 @@ class BankedInfoNCE(nn.Module):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         queries, documents = self._normalize([x.to(dtype) for x in probe])
         self.end_pending_update()
-        if self._prepare_bank(documents, None) is not None:
+        if self._prepare_bank(documents, guide_dim=None) is not None:
             self.compensation.observe(queries, documents[:, 0], self.clock, self._is_shared)
 
     def drift_record(self) -> dict[str, float]:
@@ -487,8 +488,12 @@ class BankedInfoNCE(nn.Module):
             weight = weight / max(bank.in_use, 1)
         return min(weight, 1.0)
 
-    def _prepare_bank(self, documents: Tensor, guide: GuideEmbeddings | None) -> MemoryBank | None:
-        """Make the bank, or make it fit documents (n, 1 + h, d); None for plain InfoNCE."""
+    def _prepare_bank(self, documents: Tensor, guide_dim: int | None) -> MemoryBank | None:
+        """Make the bank, or make it fit documents (n, 1 + h, d); None for plain InfoNCE.
+
+        Args:
+            guide_dim: see `MemoryBank.fit`.
+        """
         if not self.settings.bank_size:
             return None
         bank = self.bank
@@ -499,7 +504,6 @@ class BankedInfoNCE(nn.Module):
         num_negatives = documents.shape[1] - 1
         if not self.settings.bank_hard_negatives:
             num_negatives = 0
-        guide_dim = 0 if guide is None else guide.documents.shape[2]
         bank.fit(documents.shape[2], num_negatives, guide_dim)
         return bank
 
