@@ -375,10 +375,11 @@ class BankedInfoNCE(nn.Module):
             first_kept = self.compensation.first_kept(bank, n, self.clock)
             bank.append(local, blocks, is_finite, first_kept, query_mean)
             self.compensation.settle_first_means(bank)
-            self.clock.drop_ends_before(bank.oldest_in_use)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
         self.clock.add_pairs(n)
+        oldest_in_use = self.clock.num_pairs if bank is None else bank.oldest_in_use
+        self.clock.drop_ends_before(oldest_in_use)
 
     # What a training loop reports
 
