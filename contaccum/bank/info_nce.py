@@ -374,10 +374,11 @@ class BankedInfoNCE(nn.Module):
             first_kept = self.compensation.first_kept(bank, n, self.clock)
             bank.append(local, blocks, is_finite, first_kept, query_mean)
             self.compensation.settle_first_means(bank)
-            self.clock.drop_ends_before(bank.oldest_in_use)
             self.last["enqueued"] = is_finite * n
             self.last["bank_fill"] = bank.in_use
         self.clock.add_pairs(n)
+        oldest_in_use = self.clock.num_pairs if bank is None else bank.oldest_in_use
+        self.clock.drop_ends_before(oldest_in_use)
 
     # What a training loop reports
 
@@ -440,7 +441,7 @@ class BankedInfoNCE(nn.Module):
         dtype = torch.promote_types(queries.dtype, torch.float32)
         queries, documents = self._normalize([x.to(dtype) for x in probe])
         self.end_pending_update()
-        if self._prepare_bank(documents, None) is not None:
+        if self._prepare_bank(documents, guide_dim=None) is not None:
             self.compensation.observe(queries, documents[:, 0], self.clock, self._is_shared)
 
     def drift_record(self) -> dict[str, float]:

@@ -60,19 +60,21 @@ class UpdateClock:
 
     def take_pending_step(self) -> bool:
         """Return whether an optimizer step ended an update that `end_update` has not ended yet."""
-        is_new = self._has_pending_step and not self.is_at_update_start
+        is_pending = self._has_pending_step
         self._has_pending_step = False
-        return is_new
+        return is_pending
 
     def add_pairs(self, count: int) -> None:
         """Count the pairs of a micro-step."""
         self.num_pairs += count
 
     def end_update(self) -> None:
-        """End the present update."""
+        """End the present update; an optimizer step before the next forward does not end another."""
         self._has_pending_step = False
+        self._forward_since_step = False
         self.num_updates += 1
-        if not self.is_at_update_start:
+        latest_end = self.update_ends[-1] if self.update_ends else 0
+        if self.num_pairs > latest_end:
             self.update_ends.append(self.num_pairs)
         self.update_start = self.num_pairs
 
