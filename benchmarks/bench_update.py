@@ -1,7 +1,7 @@
 """What an update costs: time and peak memory of one optimizer step, by method, pairs per update and bank size.
 
-    python eval/bench_update.py --backbone minilm --local 8 --total 32 --bank 1024 8192 65536 --output update.json
-    python eval/bench_update.py --backbone decoder-100m --lora_r 8 --local 1 --total 32 --bank 4096 --output lora.json
+    python benchmarks/bench_update.py --backbone minilm --local 8 --total 32 --bank 1024 8192 65536
+    python benchmarks/bench_update.py --backbone decoder-100m --lora_r 8 --local 1 --total 32 --bank 4096
 
 Weights are fresh and token ids made up: neither changes the cost. Methods take turns in a shuffled order within one
 run, so that other work on the machine falls on all of them, and what counts is the ratio to gradient accumulation in

@@ -1,7 +1,7 @@
 """`contaccum encode` beside sentence-transformers, or the memory that it takes for millions of rows.
 
-    python eval/bench_encode.py MODEL --corpus contaccum/data/scifact --limit 300 --threads 2
-    python eval/bench_encode.py --stub --rows 10000000
+    python benchmarks/bench_encode.py MODEL --corpus contaccum/data/scifact --limit 300 --threads 2
+    python benchmarks/bench_encode.py --stub --rows 10000000
 
 With a MODEL, both encode the same documents with the same batch size, in turns within one run, and the embeddings are
 compared. Ours is all that `contaccum encode` does after the model is loaded: reading, encoding, writing a store. With
