@@ -29,7 +29,7 @@ class ModelAndData:
     model: str = field(metadata={"help": "a SentenceTransformer or a transformers backbone"})
     train_data: str = field(metadata={"help": "a file, a folder or a data set of the hub"})
     num_hard_negatives: int = field(default=0, metadata={"help": "hard negatives per query"})
-    tied: bool = field(default=True, metadata={"help": "backbone: one tower for both kinds of text"})
+    tied: bool = field(default=True, metadata={"help": "backbone: one tower for all texts"})
     normalize: bool = field(default=False, metadata={"help": "backbone: embeddings of length 1"})
     pooling: str | None = field(
         default=None,
