@@ -1,12 +1,10 @@
 """The scripts for studies: what they write is what training and evaluation read."""
 
 import json
-import runpy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ROOT, run_program
 from sample_texts import sentences
 from small_data import write_lines
 from transformers import AutoModel
@@ -15,45 +13,35 @@ from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import shipped_scifact
 from contaccum.evaluation.metrics import paired_bootstrap
 
-ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(f"{x}/{path.name}" for x in ("eval", "examples", "scripts") for path in (ROOT / x).glob("*.py"))
-
-
-@pytest.fixture
-def run_script(monkeypatch) -> Any:
-    def run(script: str, *argv: Any) -> None:
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(sys, "argv", [script, *map(str, argv)])
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-
-    return run
+SCRIPT_FOLDERS = ("benchmarks", "eval", "eval/study", "examples", "scripts")
+SCRIPTS = sorted(f"{folder}/{path.name}" for folder in SCRIPT_FOLDERS for path in (ROOT / folder).glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_shows_its_options(run_script, script, capsys):
+def test_every_script_shows_its_options(script, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run_script(script, "--help")
+        run_program(script, "--help")
     assert stopped.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
-def test_split_pairs_holds_out_passages_and_loses_none(run_script, tmp_path, capsys):
+def test_split_pairs_holds_out_passages_and_loses_none(tmp_path, capsys):
     queries, passages = sentences(60, 1), sentences(30, 2, 9)
     pairs = [{"query": query, "positive": passages[i % 30]} for i, query in enumerate(queries)]
     source = write_lines(tmp_path / "pairs.jsonl", pairs)
-    run_script("eval/split_pairs.py", source, tmp_path / "out", "--dev", "0.2", "--test", "0.2")
+    run_program("eval/study/split_pairs.py", source, tmp_path / "out", "--dev", "0.2", "--test", "0.2")
     trained = load_training_data(tmp_path / "out" / "train.jsonl").dataset["positive"]
     parts = [load_beir_folder(tmp_path / "out" / part) for part in ("dev", "test")]
     held_out = [document["text"] for part in parts for document in part.corpus.values()]
     assert len(set(trained)) + len(held_out) == 30 and not set(trained) & set(held_out)
     assert held_out and set(trained) | set(held_out) == set(passages)
     with pytest.raises(SystemExit) as stopped:
-        run_script("eval/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
+        run_program("eval/study/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
 
 
-def test_split_pairs_parts_what_a_beir_folder_judges(run_script, tmp_path):
-    run_script("eval/split_pairs.py", shipped_scifact(), tmp_path / "out", "--dev", "0.2")
+def test_split_pairs_parts_what_a_beir_folder_judges(tmp_path):
+    run_program("eval/study/split_pairs.py", shipped_scifact(), tmp_path / "out", "--dev", "0.2")
     qrels = {part: load_beir_folder(tmp_path / "out", part).qrels for part in ("train", "dev", "test")}
     train, dev = ({document for judged in qrels[part].values() for document in judged} for part in ("train", "dev"))
     assert not train & dev and not qrels["train"].keys() & qrels["dev"].keys()
@@ -63,7 +51,7 @@ def test_split_pairs_parts_what_a_beir_folder_judges(run_script, tmp_path):
     assert len(judged) > len(qrels["train"]) + len(qrels["dev"]) > 0.9 * len(judged)
 
 
-def test_holm_corrects_over_all_pairs_of_all_reports(run_script, tmp_path, capsys):
+def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
     gains = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}
 
     def score(entry: str, data: str, seed: int, query: int) -> float:
@@ -81,7 +69,7 @@ def test_holm_corrects_over_all_pairs_of_all_reports(run_script, tmp_path, capsy
         (tmp_path / data / "report.json").write_text(json.dumps(report))
     reports = [tmp_path / "nqg" / "report.json", tmp_path / "arxiv" / "report.json"]
     pairs = ["contaccum:grad_accum", "contaccum:grad_cache_learning_rate-1e-4"]
-    run_script("eval/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
+    run_program("eval/study/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
     assert [(row["training"], row["pair"]) for row in rows] == [(d, p) for d in ("nqg", "arxiv") for p in pairs]
     for row in rows:
@@ -93,13 +81,13 @@ def test_holm_corrects_over_all_pairs_of_all_reports(run_script, tmp_path, capsy
     assert min(row["p_value"] for row in rows) * 4 == pytest.approx(min(row["p_holm"] for row in rows))
     assert f"{rows[0]['difference']:+.4f}" in (tmp_path / "all.md").read_text()
     with pytest.raises(SystemExit) as stopped:
-        run_script("eval/holm.py", reports[0], "--pairs", "contaccum:other", "--output", tmp_path / "none")
+        run_program("eval/study/holm.py", reports[0], "--pairs", "contaccum:other", "--output", tmp_path / "none")
     assert stopped.value.code == 2 and "other is no group; name one of" in capsys.readouterr().err
 
 
-def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(run_script, tiny_model_path, tmp_path):
+def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(tiny_model_path, tmp_path):
     def made(name: str, *argv: Any) -> Any:
-        run_script("eval/small_backbone.py", tiny_model_path, tmp_path / name, *argv)
+        run_program("eval/study/small_backbone.py", tiny_model_path, tmp_path / name, *argv)
         return AutoModel.from_pretrained(tmp_path / name)
 
     whole, cut = AutoModel.from_pretrained(tiny_model_path), made("slice", "--layers", 1)

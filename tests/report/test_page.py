@@ -176,7 +176,7 @@ def test_diagnostics_are_closed_and_main_curves_are_not_among_them(made):
 
 
 def test_a_comparison_shows_its_main_metric_before_its_curves_and_folds_other_metrics():
-    page = build_page([ROOT / "docs" / "benchmarks" / "quality" / "nqg_k16.json"])
+    page = build_page([ROOT / "benchmarks" / "quality" / "nqg_k16.json"])
     order = [
         *("nDCG@10 on test</h3>", "<h2>Curves of", "nDCG@10 by update"),
         *("<summary>Recall@100 on test", "Cost</h3>"),
@@ -200,7 +200,7 @@ def test_the_title_says_what_was_compared_on_which_data(made):
     assert title_of(sources) == "contaccum and grad_accum on made"
     published, *others = [made.evaluation(name) for name in ("publ", "a", "b", "c", "d")]
     assert title_of([published, *others]) == "publ, a, b and two others on made"
-    comparison = ROOT / "docs" / "benchmarks" / "quality" / "study_scifact.json"
+    comparison = ROOT / "benchmarks" / "quality" / "study_scifact.json"
     report = json.loads(comparison.read_text())
     names = [entry["name"] for entry in report["entries"]]
     data = report["data"]["evaluation"][0]["name"]
@@ -242,7 +242,7 @@ def test_a_model_is_named_by_its_folder_or_the_last_two_of_a_common_name(made, m
 
 
 def test_pictures_with_equal_titles_do_not_share_ids():
-    path = ROOT / "docs" / "benchmarks" / "quality" / "nqg_k16.json"
+    path = ROOT / "benchmarks" / "quality" / "nqg_k16.json"
     ids = re.findall(r'\bid="([^"]+)"', build_page([path, path]))
     assert ids and len(ids) == len(set(ids))
 
@@ -257,7 +257,7 @@ def test_a_log_warns_as_its_run_did_and_is_drawn_up_to_where_a_kill_cut_it(made)
 
 
 def test_reports_of_the_version_before_are_still_read():
-    path = ROOT / "docs" / "benchmarks" / "quality" / "nqg_k16.json"
+    path = ROOT / "benchmarks" / "quality" / "nqg_k16.json"
     group = json.loads(path.read_text())["groups"]["published"]["metrics"]["test"]["NDCG@10"]
     figures = {f"{group['mean']:.4f}", f"{group['sd']:.4f}"}
     page = build_page([path])

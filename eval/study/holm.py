@@ -1,4 +1,6 @@
-"""`python eval/holm.py REPORT.json ... --pairs contaccum:grad_accum ... --output OUT`: one table over data sets.
+"""Compare entries of several studies in one table, with one Holm correction.
+
+    python eval/study/holm.py REPORT.json ... --pairs contaccum:grad_accum ... --output OUT
 
 Reads what `contaccum compare` left, a folder for each training data set: the report, and its runs' results, which hold
 the scores of queries. A pair is the difference of two entries on the report's first data set, by paired bootstrap over

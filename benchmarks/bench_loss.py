@@ -3,7 +3,7 @@
 Each figure comes from processes of their own that take turns, this tree and the other one, so that other work on the
 machine falls on both. It trains nothing: embeddings are random, and so are the ids of their texts.
 
-    python eval/bench_loss.py --against f6f29ca --output docs/benchmarks/loss.json
+    python benchmarks/bench_loss.py --against f6f29ca --output benchmarks/loss.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`python eval/small_backbone.py MODEL OUT`: a small encoder for studies, cut from a BERT or with fresh weights."""
+"""Make a small encoder for studies: cut from a BERT, or of fresh weights.
+
+python eval/study/small_backbone.py MODEL OUT
+"""
 
 import argparse
 

@@ -1,6 +1,6 @@
 """Whether engines train alike: the same run under DDP, FSDP2 and ZeRO 2 and 3, started by torchrun as a user would.
 
-    python eval/engines.py --gpus 2 --backbone bert-base
+    python benchmarks/engines.py --gpus 2 --backbone bert-base
 
 Weights are fresh and texts made up, in float32 and with SGD: Adam takes a step of full size where a gradient is nothing
 but rounding. For each engine: the largest difference of a weight from DDP's, beside how far DDP's training moved one;

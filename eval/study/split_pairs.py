@@ -1,4 +1,6 @@
-"""`python eval/split_pairs.py PAIRS OUT`: hold out dev and test sets, by passage, from a file of training pairs.
+"""Hold out dev and test sets from a file of training pairs, by a hash of the passage.
+
+    python eval/study/split_pairs.py PAIRS OUT
 
 Where passages occur more than once, splitting by question would put the same passage into training and test. Here a
 hash of the passage's text decides, so that every run and machine agrees. Of a BEIR folder, which has its test set, the

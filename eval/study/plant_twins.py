@@ -1,4 +1,6 @@
-"""`python eval/plant_twins.py PAIRS.jsonl OUT.jsonl`: training pairs that say the same in other words, for studies.
+"""Plant rewordings of training pairs, for studies of false negatives.
+
+    python eval/study/plant_twins.py PAIRS.jsonl OUT.jsonl
 
 Keeps some pairs and writes each several times, reworded without a model: clauses change places and some function words
 go. No two texts are equal, so that no mask by ids knows that one twin's passage answers the other's question.
@@ -40,7 +42,7 @@ def plant(pairs: list[dict[str, str]], kept: int, twins: int, seed: int) -> list
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", type=Path, help="lines of {query, positive}, as eval/split_pairs.py writes them")
+    parser.add_argument("pairs", type=Path, help="lines of {query, positive}, as eval/study/split_pairs.py writes them")
     parser.add_argument("output", type=Path)
     parser.add_argument("--kept", type=int, default=4000)
     parser.add_argument("--twins", type=int, default=4)

@@ -1,7 +1,7 @@
 """Exact search beside beir's, and what approximate indexes cost and find, on the same embeddings in one run.
 
-    python eval/bench_search.py --rows 1000000 --queries 1000 --k 1000              # ours beside beir's, in turns
-    python eval/bench_search.py --rows 100000 --k 100 --indexes Flat HNSW32@efSearch=64 IVF1024,Flat@nprobe=16
+    python benchmarks/bench_search.py --rows 1000000 --queries 1000 --k 1000              # ours beside beir's, in turns
+    python benchmarks/bench_search.py --rows 100000 --k 100 --indexes Flat HNSW32@efSearch=64 IVF1024,Flat@nprobe=16
 
 Embeddings are made up: `clusters` centres drawn from a normal distribution, each document one of them plus a normal
 vector `spread` times as long, each query a document plus the same again; all of length 1. Text embeddings are clustered

@@ -1,4 +1,6 @@
-"""`python eval/draw_study.py REPORT.json ... --output PNG`: what every method of a study reached, a panel per data set.
+"""Draw the results of a study: a panel for each data set, with a dot for each seed.
+
+    python eval/study/draw_study.py REPORT.json ... --output PNG
 
 Reads what `contaccum compare` left, each report with one group for each entry. A dot is a seed, a bar their mean.
 """

@@ -1,7 +1,7 @@
 """`contaccum encode` beside sentence-transformers, or the memory that it takes for millions of rows.
 
-    python eval/bench_encode.py MODEL --corpus contaccum/data/scifact --limit 300 --threads 2
-    python eval/bench_encode.py --stub --rows 10000000
+    python benchmarks/bench_encode.py MODEL --corpus contaccum/data/scifact --limit 300 --threads 2
+    python benchmarks/bench_encode.py --stub --rows 10000000
 
 With a MODEL, both encode the same documents with the same batch size, in turns within one run, and the embeddings are
 compared. Ours is all that `contaccum encode` does after the model is loaded: reading, encoding, writing a store. With
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring.memory import peak_memory_mb
 
 from contaccum.data import RecordReport, read_passages
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
-from contaccum.training.updates import peak_memory_mb
 
 
 def measure_speed(args: argparse.Namespace) -> dict[str, Any]:

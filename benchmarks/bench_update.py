@@ -1,0 +1,301 @@
+"""What an update costs: time and peak memory of one optimizer step, by method and bank size.
+
+    python benchmarks/bench_update.py --backbone minilm --local 8 --total 32 --bank 1024 8192 65536
+    python benchmarks/bench_update.py --backbone decoder-100m --lora_r 8 --local 1 --total 32
+
+Weights are fresh and token ids are random: neither changes the cost. The methods take turns in a
+shuffled order within one run, so that other work on the machine falls on all of them. What counts
+is the ratio to gradient accumulation in the same turn. Peaks are measured in a process of their
+own. Quality is not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring.memory import peak_memory_mb, reset_peak_memory
+from transformers import BertConfig, BertTokenizer, Qwen3Config
+
+from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum.encoders.adapters import add_adapter
+from contaccum.files import provenance, write_json
+
+BACKBONES = {  # layers, hidden size, heads, feed-forward size
+    "bert-base": (12, 768, 12, 3072),
+    "minilm": (6, 384, 12, 1536),
+    "tiny": (2, 32, 2, 64),
+    "decoder-100m": (12, 768, 12, 2048),  # Qwen3's architecture
+    "decoder-tiny": (2, 32, 2, 64),
+}
+BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
+CACHED_METHODS = ("grad_cache", "contaccum_cached")
+METHODS = ("in_batch", "grad_accum", *CACHED_METHODS, "contaccum", "pre_batch")
+VOCABULARY = 30522
+PAIRS_TO_FILL = 1024  # enqueued at once when a bank is filled
+
+Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--backbone", choices=BACKBONES, default="minilm")
+    add("--untied", action="store_true", help="two towers instead of one")
+    add("--lora_r", type=int, help="train adapters of this rank instead of the weights")
+    add("--gradient_checkpointing", action="store_true")
+    add("--local", type=int, default=8, help="pairs per micro-batch")
+    add("--total", type=int, nargs="+", default=[128], help="pairs per update")
+    add("--bank", type=int, nargs="+", default=[1024], help="rows of each bank")
+    methods = ["grad_accum", "grad_cache", "contaccum"]
+    add("--methods", nargs="+", choices=METHODS, default=methods)
+    add("--query_length", type=int, default=32, help="tokens")
+    add("--passage_length", type=int, default=128, help="tokens")
+    add("--repeats", type=int, default=5, help="turns that are timed")
+    add("--precision", choices=("float32", "bfloat16"), default="float32")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--no_memory", action="store_true", help="time alone")
+    add("--output", type=Path, help="JSON to write")
+    # A cell, in the process that measures its peak:
+    add("--peak_of", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_config(backbone: str) -> BertConfig | Qwen3Config:
+    """Return the configuration of a backbone, without dropout."""
+    num_layers, hidden_size, num_heads, intermediate_size = BACKBONES[backbone]
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "intermediate_size": intermediate_size,
+    }
+    if backbone.startswith("decoder"):
+        num_key_value_heads = -(-num_heads // 3)
+        head_dim = hidden_size // num_heads
+        return Qwen3Config(**sizes, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
+    return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def make_encoder(options: argparse.Namespace) -> DualEncoder:
+    """Return a fresh encoder in train mode, whose forward pass runs in the precision asked for."""
+    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+    model = DualEncoder.from_backbone(
+        make_config(options.backbone),
+        tied=not options.untied,
+        tokenizer=tokenizer,
+        device=options.device,
+    )
+    if options.lora_r:
+        add_adapter(model, options.lora_r)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    dtype = getattr(torch, options.precision)
+    if dtype != torch.float32:
+        # As accelerate does it: GradCache's second forward pass runs within backward, where no
+        # context of the loop would reach it.
+        autocast = torch.autocast(torch.device(options.device).type, dtype=dtype)
+        model.forward = autocast(model.forward)
+    return model.train()
+
+
+def make_loss(method: str, model: DualEncoder, local: int, bank_size: int) -> ContAccumLoss:
+    """Return the loss of a method, with ``bank_size=0`` for a method without a bank."""
+    if method in CACHED_METHODS:
+        return CachedContAccumLoss(model, bank_size=bank_size, mini_batch_size=local)
+    query_bank_size = 0 if method == "pre_batch" else None
+    return ContAccumLoss(model, bank_size=bank_size, query_bank_size=query_bank_size)
+
+
+class Update:
+    """One method, ready to do updates; the methods share the model and the optimizer."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        model: DualEncoder,
+        optimizer: torch.optim.Optimizer,
+        cell: Cell,
+    ) -> None:
+        total, method, bank_size = cell
+        self.options = options
+        self.optimizer = optimizer
+        is_one_batch = method == "in_batch" or method in CACHED_METHODS
+        self.rows = total if is_one_batch else options.local
+        self.num_micro_steps = total // self.rows
+        self.loss = make_loss(method, model, options.local, bank_size).train()
+        if bank_size:
+            self.fill_bank(model.get_embedding_dimension(), bank_size)
+
+    def fill_bank(self, dimension: int, bank_size: int) -> None:
+        """Fill the bank with random embeddings: the cost of a full bank is the one that lasts."""
+        self.loss(self.make_features(), None)  # makes the bank and the probe
+        for _ in range(-(-bank_size // PAIRS_TO_FILL)):
+            pairs = torch.randn(2, PAIRS_TO_FILL, dimension, device=self.options.device)
+            self.loss.info_nce(pairs[0], pairs[1])
+
+    def make_features(self) -> list[dict[str, Any]]:
+        """Return random token ids of queries and passages, as sentence-transformers passes them."""
+        lengths = {"query": self.options.query_length, "document": self.options.passage_length}
+        features = []
+        for task, length in lengths.items():
+            shape = (self.rows, length)
+            token_ids = torch.randint(5, VOCABULARY, shape, device=self.options.device)
+            mask = torch.ones_like(token_ids)
+            features.append({"input_ids": token_ids, "attention_mask": mask, "task": task})
+        return features
+
+    def run(self) -> None:
+        """Do one update."""
+        for _ in range(self.num_micro_steps):
+            loss = self.loss(self.make_features(), None)
+            (loss / self.num_micro_steps).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW at its full cost, whose steps leave the weights where they are."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
+
+
+def measure_seconds(update: Update) -> float:
+    """Return how long an update takes, the device's work included."""
+    is_cuda = torch.device(update.options.device).type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    update.run()
+    if is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def make_cells(options: argparse.Namespace, total: int) -> list[Cell]:
+    """Return what is measured at one number of pairs per update."""
+    cells = []
+    for method in options.methods:
+        bank_sizes = options.bank if method in BANK_METHODS else [0]
+        cells += [(total, method, bank_size) for bank_size in bank_sizes]
+    return cells
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a record for each cell: quartiles of seconds, the ratio to grad_accum, the peak."""
+    torch.manual_seed(0)
+    model = make_encoder(options)
+    optimizer = make_optimizer(model)
+    order = random.Random(0)
+    records = []
+    for total in options.total:
+        cells = make_cells(options, total)
+        updates = {cell: Update(options, model, optimizer, cell) for cell in cells}
+        seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
+        for turn in range(options.repeats + 1):
+            for cell in order.sample(cells, len(cells)):
+                measured = measure_seconds(updates[cell])
+                if turn > 0:  # the first warms up
+                    seconds[cell].append(measured)
+            print(f"total {total}: turn {turn} of {options.repeats}", file=sys.stderr)
+        del updates
+        baseline = seconds.get((total, "grad_accum", 0))
+        records += [summarise(cell, seconds[cell], baseline) for cell in cells]
+    if not options.no_memory:
+        for record in records:
+            record["memory_mb"] = measure_peak((record["total"], record["method"], record["bank"]))
+    return records
+
+
+def summarise(
+    cell: Cell,
+    seconds: Sequence[float],
+    baseline: Sequence[float] | None,
+) -> dict[str, Any]:
+    """Return the record of a cell; ``baseline``: the seconds of grad_accum in the same turns."""
+    total, method, bank_size = cell
+    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+    ratio = None
+    if baseline is not None:
+        ratio = float(np.median(np.array(seconds) / np.array(baseline)))
+    return {
+        "total": total,
+        "method": method,
+        "bank": bank_size,
+        "seconds": median,
+        "seconds_low": low,
+        "seconds_high": high,
+        "ratio": ratio,
+    }
+
+
+def measure_peak(cell: Cell) -> float:
+    """Return the MB at the peak of two updates, the lower of two processes."""
+    environment = dict(os.environ)
+    # With these, glibc gives every tensor above a megabyte back when it is freed: the peak is then
+    # what was in use.
+    environment["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
+    environment["MALLOC_TRIM_THRESHOLD_"] = str(2**20)
+    command = [sys.executable, *sys.argv, "--peak_of", json.dumps(cell)]
+    peaks = []
+    for _ in range(2):
+        output = subprocess.check_output(command, text=True, env=environment)
+        peaks.append(float(output.splitlines()[-1]))
+    return min(peaks)
+
+
+def print_peak(options: argparse.Namespace) -> None:
+    """Measure and print the peak of one cell."""
+    total, method, bank_size = json.loads(options.peak_of)
+    model = make_encoder(options)
+    update = Update(options, model, make_optimizer(model), (total, method, bank_size))
+    reset_peak_memory(options.device)
+    update.run()
+    update.run()
+    print(peak_memory_mb(options.device))
+
+
+def main() -> None:
+    """Measure, print a line for each cell, and write the record."""
+    options = parse_arguments()
+    if options.peak_of:
+        print_peak(options)
+        return
+    records = measure(options)
+    for record in records:
+        values = []
+        for name, value in record.items():
+            values.append(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}")
+        print(", ".join(values))
+    if options.output:
+        settings = dict(vars(options))
+        del settings["output"], settings["peak_of"]
+        content = {
+            "command": shlex.join(["python", *sys.argv]),
+            "settings": settings,
+            "records": records,
+            "threads": torch.get_num_threads(),
+            **provenance(),
+        }
+        write_json(options.output, content)
+
+
+if __name__ == "__main__":
+    main()

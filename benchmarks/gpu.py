@@ -1,0 +1,136 @@
+"""Measure the method on a GPU, in short parts that are independent of each other.
+
+    python benchmarks/gpu.py                                    # all parts, in ten minutes
+    python benchmarks/gpu.py --part loss_exact host_syncs
+    python benchmarks/gpu.py --part update_time --minutes 8 --local 8 --bank_size 8192
+    python benchmarks/gpu.py --device cpu --tiny --output /tmp/gpu    # a dry run
+
+loss_exact   gradients of BankedInfoNCE against a dense float64 loss of the whole batch, when the
+             bank holds exactly the rest of the batch; also under autocast and with a scaler
+host_syncs   whether a micro-step of the loss waits for the device
+update_time  seconds and peak memory of an update, at BERT-base's shape
+
+Each part writes OUTPUT/PART.json with its command, versions, device and commit. The program ends
+with a list of what was run and what was not, and with exit code 1 if a check failed. Weights are
+fresh and texts are random: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_parts import host_syncs, loss_exact, update_time
+from gpu_parts.settings import TINY, NotMeasured, Run, Sizes
+
+from contaccum.files import provenance, write_json
+
+PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "loss_exact": loss_exact.measure,
+    "host_syncs": host_syncs.measure,
+    "update_time": update_time.measure,
+}
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Describe the device for a record."""
+    if device.type != "cuda":
+        return {"type": device.type, "name": platform.processor(), "cpus": os.cpu_count()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": device.type,
+        "name": properties.name,
+        "memory_mb": properties.total_memory // 2**20,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
+    add("--minutes", type=float, default=10, help="start no part, and no turn, after so many")
+    add("--output", type=Path, default=Path("runs/gpu"), help="a folder for PART.json")
+    add("--device", help="default: cuda if there is a GPU, else cpu")
+    add("--tiny", action="store_true", help="tiny sizes, for a dry run")
+    add("--pairs", type=int, help=f"per update; default: {Sizes.pairs}")
+    add("--local", type=int, help=f"pairs per micro-batch; default: {Sizes.local}")
+    add("--bank_size", type=int, help=f"default: {Sizes.bank_size}")
+    add("--turns", type=int, help=f"updates of each method; default: {Sizes.turns}")
+    add("--precision", choices=("float32", "bfloat16"), help="of the encoder in update_time")
+    args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    names = ("pairs", "local", "bank_size", "turns", "precision")
+    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    args.sizes = replace(TINY if args.tiny else Sizes(), **chosen)
+    if args.sizes.pairs % args.sizes.local or args.sizes.pairs == args.sizes.local:
+        parser.error("--pairs must be a multiple of --local, at least twice as large")
+    return args
+
+
+def run_part(name: str, run: Run, output: Path) -> dict[str, Any]:
+    """Run a part and write its record; return the record."""
+    started = time.monotonic()
+    record: dict[str, Any] = {"part": name, "measured": True}
+    try:
+        record["result"] = PARTS[name](run)
+    except NotMeasured as reason:
+        record |= {"measured": False, "reason": str(reason)}
+    except RuntimeError as error:  # out of memory, or an operation that this device lacks
+        reason = f"{type(error).__name__}: {error}"
+        record |= {"measured": False, "reason": reason, "failed": True}
+    record |= {
+        "seconds": time.monotonic() - started,
+        "command": shlex.join(["python", *sys.argv]),
+        "device": describe_device(run.device),
+        "sizes": asdict(run.sizes),
+        **provenance(),
+    }
+    write_json(output / f"{name}.json", record)
+    return record
+
+
+def main() -> int:
+    """Run the parts and say what was run and what was not; return the exit code."""
+    args = parse_arguments()
+    deadline = time.monotonic() + 60 * args.minutes
+    run = Run(args.sizes, torch.device(args.device), deadline)
+    not_run = {name: "not asked for" for name in PARTS if name not in args.part}
+    has_failed = False
+    for name in args.part:
+        if time.monotonic() > deadline:
+            not_run[name] = f"the {args.minutes:g} minutes were over"
+            continue
+        record = run_part(name, run, args.output)
+        if not record["measured"]:
+            not_run[name] = record["reason"]
+            has_failed = has_failed or record.get("failed", False)
+            continue
+        passed = record["result"].get("passed")
+        has_failed = has_failed or passed is False
+        outcome = {None: "measured", True: "passed", False: "FAILED"}[passed]
+        file = args.output / f"{name}.json"
+        print(f"{name}: {outcome} in {record['seconds']:.1f} s, {file}", flush=True)
+        if record["result"].get("not_run"):
+            not_run[name] = record["result"]["not_run"]
+    for name, reason in not_run.items():
+        print(f"{name}: NOT RUN: {reason}")
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What several bench programs measure with."""

@@ -1,0 +1,71 @@
+"""Encode a corpus of any size into a store of embeddings on disk.
+
+    python scripts/encode.py runs/mine --corpus psgs_w100.tsv --output stores/wikipedia
+    contaccum search runs/mine --store stores/wikipedia --queries nq-test.qa.csv --output nq.trec
+
+The store is written shard by shard: started again after a kill, the program goes on. It uses one
+process; `torchrun -m contaccum.cli encode` spreads the shards over several GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from contaccum import DualEncoder
+from contaccum.data import RecordReport
+from contaccum.errors import UserError
+from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
+from contaccum.retrieval.store import STORED, EmbeddingStore, StoreWriter, check_folder
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
+    parser.add_argument("--corpus", type=Path, required=True, help="jsonl, tsv or a BEIR folder")
+    parser.add_argument("--output", type=Path, required=True, help="the folder of the store")
+    parser.add_argument("--kind", choices=("document", "query"), default="document")
+    parser.add_argument("--dtype", choices=STORED, default="float32", help="of the store")
+    parser.add_argument("--precision", default="float32", help="of the encoder, such as bfloat16")
+    parser.add_argument("--shard_size", type=int, default=50_000, help="rows of a shard")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts encoded at once")
+    parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Encode the texts of a corpus that the store lacks."""
+    args = parse_arguments()
+    report = RecordReport("stop")
+    texts = read_texts(args.corpus, args.kind, report)
+    check_folder(args.output)  # before a model is loaded
+
+    model = DualEncoder.from_pretrained(args.model, device=args.device)
+    # A store is continued only with the same model, tokenisation and settings.
+    identity = encoding_identity(model, args.kind, args.precision, args.dtype, args.shard_size)
+    notes = {"model_name": args.model, "corpus": {"path": str(args.corpus)}}
+    writer = StoreWriter(args.output, identity, notes)
+
+    def encode(shard: list[str]) -> np.ndarray:
+        return encode_texts(model, shard, args.kind, args.batch_size, args.precision, True)
+
+    writer.fill(texts, encode)
+    store = EmbeddingStore.open(args.output)
+    num_rows, dimension = store.shape
+    print(report.summary())
+    print(f"written: {args.output}, {num_rows:,} embeddings of {dimension} dimensions")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"encode.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

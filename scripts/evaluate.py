@@ -1,0 +1,89 @@
+"""Evaluate a retriever on a BEIR data set: encode, search with FAISS, score.
+
+    python scripts/evaluate.py runs/mine --data scifact --output runs/mine/scifact.json
+    python scripts/evaluate.py runs/mine --data my_beir_folder --baseline base/scifact.json
+
+With --baseline, an earlier output, the two are compared query by query. eval/evaluate_beir.py
+evaluates on several sets, with FAISS on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from contaccum import DualEncoder
+from contaccum.data import BeirDataset
+from contaccum.errors import DataError, UserError
+from contaccum.evaluation.beir_sets import evaluate_beir, load_data
+from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.evaluation.results import EvaluationResult, read_result, write_result
+
+SHOWN = ("NDCG@10", "MRR@10", "Recall@100")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
+    parser.add_argument("--data", required=True, help="a BEIR folder, or the name of a public set")
+    parser.add_argument("--split", help="default: test, and dev for msmarco")
+    parser.add_argument("--output", type=Path, default=Path("results.json"))
+    parser.add_argument("--baseline", type=Path, help="an earlier output, to compare with")
+    parser.add_argument("--index", default="Flat", help="FAISS factory string; Flat is exact")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts encoded at once")
+    parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
+    return parser.parse_args()
+
+
+def read_baseline(path: Path, data: BeirDataset) -> dict[str, Any]:
+    """Read an earlier result; raise `DataError` if it is on other data."""
+    baseline = read_result(path)
+    if baseline["data"].get("fingerprint") != data.fingerprint:
+        raise DataError(f"--baseline {path}: it is on other data; evaluate it on {data.name} first")
+    return baseline
+
+
+def compare(result: EvaluationResult, baseline: dict[str, Any], metric: str = "NDCG@10") -> str:
+    """Describe the difference of a metric from an earlier result on the same data."""
+    new_scores = [scores[metric] for scores in result.per_query.values()]
+    old_scores = [baseline["per_query"][query][metric] for query in result.per_query]
+    test = paired_bootstrap(new_scores, old_scores)
+    interval = f"95% from {test['low']:+.4f} to {test['high']:+.4f}"
+    return f"{metric}: {test['difference']:+.4f}, {interval}, p = {test['p_value']:.4f}"
+
+
+def main() -> None:
+    """Evaluate a model and write the result."""
+    args = parse_arguments()
+    data = load_data(args.data, args.split)
+    baseline = None
+    if args.baseline is not None:
+        baseline = read_baseline(args.baseline, data)
+    model = DualEncoder.from_pretrained(args.model, device=args.device)
+
+    result = evaluate_beir(
+        model,
+        data,
+        index=args.index,
+        batch_size=args.batch_size,
+        model_name=args.model,
+    )
+    for metric in SHOWN:
+        print(f"{metric}: {result.metrics[metric]:.4f}")
+    if baseline is not None:
+        print("difference from the baseline in", compare(result, baseline))
+    print("written:", *write_result(result, args.output))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"evaluate.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

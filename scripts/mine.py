@@ -1,0 +1,83 @@
+"""Mine hard negatives: passages that score high for a query and are not known to be relevant.
+
+    python scripts/mine.py runs/mine --data pairs.jsonl --output hard.jsonl --relative_margin 0.05
+    python scripts/train.py ... --train_data hard.jsonl --num_hard_negatives 4
+
+Beside the output lies a report with the settings and counts. docs/mining.md explains the rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from contaccum import DualEncoder
+from contaccum.errors import UserError
+from contaccum.mining import (
+    SelectionRules,
+    check_output,
+    load_cross_encoder,
+    load_mining_data,
+    mine_hard_negatives,
+    write_mined,
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="a SentenceTransformer: a folder, or a name on the hub")
+    parser.add_argument("--data", required=True, help="training data in a format of docs/data.md")
+    parser.add_argument("--corpus", help="mine in these passages instead of the data's own")
+    parser.add_argument("--output", required=True, help="a new file")
+    parser.add_argument("--output_format", default="pairs", help="or dpr, tevatron, ntuples")
+    parser.add_argument("--num_negatives", type=int, default=4, help="per query")
+    parser.add_argument("--range_max", type=int, help="take none beyond this rank")
+    parser.add_argument("--relative_margin", type=float, help="share below the positive's score")
+    parser.add_argument("--cross_encoder", help="a model that scores the candidates again")
+    parser.add_argument("--batch_size", type=int, default=32, help="texts encoded at once")
+    parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Mine and write hard negatives."""
+    args = parse_arguments()
+    rules = {
+        "num_negatives": args.num_negatives,
+        "range_max": args.range_max,
+        "relative_margin": args.relative_margin,
+    }
+    # Mistakes in the settings and in the data show before a model is loaded.
+    SelectionRules(**rules).check(has_cross_encoder=args.cross_encoder is not None)
+    check_output(args.output, args.output_format)
+    data = load_mining_data(args.data, args.corpus)
+    print(data.record["records"])
+
+    model = DualEncoder.from_pretrained(args.model, device=args.device)
+    cross_encoder = None
+    if args.cross_encoder is not None:
+        cross_encoder = load_cross_encoder(args.cross_encoder, args.device)
+    mined = mine_hard_negatives(
+        data,
+        model,
+        cross_encoder=cross_encoder,
+        batch_size=args.batch_size,
+        **rules,
+    )
+    report = {"model": args.model, "cross_encoder": args.cross_encoder}
+    written = write_mined(mined, args.output, args.output_format, report)
+    num_short = mined.record()["queries_with_too_few"]
+    print(f"{num_short} queries have fewer than {args.num_negatives} negatives")
+    print("written:", *written)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"mine.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

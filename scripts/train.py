@@ -1,0 +1,82 @@
+"""Train a retriever with memory banks, on pairs of a query and a passage.
+
+    python scripts/train.py --model bert-base-uncased --train_data pairs.jsonl \
+        --per_device_train_batch_size 8 --gradient_accumulation_steps 16 --bank_size 1024 \
+        --output_dir runs/mine
+
+Every field of `ContAccumTrainingArguments` is an option. The saved folder is a SentenceTransformer.
+The program evaluates nothing and takes one data set: `contaccum train` has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+
+from sentence_transformers.util import is_sentence_transformer_model
+from transformers import HfArgumentParser, set_seed
+
+from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum.data import load_training_data
+from contaccum.errors import UserError
+
+
+@dataclass
+class ModelAndData:
+    """The model to train and the data to train on."""
+
+    model: str = field(metadata={"help": "a SentenceTransformer or a transformers backbone"})
+    train_data: str = field(metadata={"help": "a file, a folder or a data set of the hub"})
+    num_hard_negatives: int = field(default=0, metadata={"help": "hard negatives per query"})
+    tied: bool = field(default=True, metadata={"help": "backbone: one tower for all texts"})
+    normalize: bool = field(default=False, metadata={"help": "backbone: embeddings of length 1"})
+    pooling: str | None = field(
+        default=None,
+        metadata={"help": "backbone: cls, mean or lasttoken; default: by architecture"},
+    )
+
+
+def load_model(options: ModelAndData, device: str) -> DualEncoder:
+    """Load a SentenceTransformer as it is, or put pooling on a backbone."""
+    if is_sentence_transformer_model(options.model):
+        return DualEncoder.from_pretrained(options.model, device=device)
+    return DualEncoder.from_backbone(
+        options.model,
+        tied=options.tied,
+        pooling=options.pooling,
+        normalize=options.normalize,
+        device=device,
+    )
+
+
+def main() -> None:
+    """Train and save a model."""
+    parser = HfArgumentParser(
+        [ModelAndData, ContAccumTrainingArguments],
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options, args = parser.parse_args_into_dataclasses()
+    set_seed(args.seed)  # fresh weights and dropout are part of the run
+
+    # The data are read first: a broken record shows before the model is loaded.
+    data = load_training_data(
+        options.train_data,
+        num_hard_negatives=options.num_hard_negatives,
+    )
+    print(data.report.summary())
+
+    model = load_model(options, device=str(args.device))
+    trainer = ContAccumTrainer(model, args, data.dataset, data_record=data.record())
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    print(f"saved: {args.output_dir}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

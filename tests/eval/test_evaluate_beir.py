@@ -1,0 +1,120 @@
+"""eval/evaluate_beir.py on tiny BEIR folders: scores, tables, kept sets, devices."""
+
+import json
+import os
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from programs import ROOT, run_program
+from small_data import write_judged_places
+
+from contaccum import DualEncoder
+from contaccum.evaluation.beir_sets import evaluate_beir, load_data
+from contaccum.retrieval.encode import encode_texts
+
+PROGRAM = "eval/evaluate_beir.py"
+
+
+@pytest.fixture
+def sets(places, tmp_path):
+    """Two BEIR folders, of 24 and of 8 documents."""
+    return [write_judged_places(tmp_path / "judged"), places / "beir"]
+
+
+def test_scores_equal_evaluate_beir_and_tables_hold_all_sets(
+    sets,
+    tiny_model_path,
+    tmp_path,
+    capsys,
+):
+    output = tmp_path / "out"
+    argv = [tiny_model_path, "--data", *sets, "--output", output, "--gpus", 0]
+    run_program(PROGRAM, *argv)
+    model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+    expected = [evaluate_beir(model, load_data(path), show_progress=False).metrics for path in sets]
+
+    table = json.loads((output / "table.json").read_text())
+    assert [row["name"] for row in table["sets"]] == ["judged", "beir"]
+    assert [row["metrics"] for row in table["sets"]] == expected
+    mean = (expected[0]["NDCG@10"] + expected[1]["NDCG@10"]) / 2
+    assert table["mean"]["NDCG@10"] == pytest.approx(mean)
+    assert f"{PROGRAM} {tiny_model_path} --data " in table["command"]
+    assert table["devices"] == ["cpu"]
+    assert [row["search_gpus"] for row in table["timing"]] == [0, 0]
+    assert all(row["encode_corpus_seconds"] > 0 for row in table["timing"])
+    for name in ("judged", "beir"):
+        assert (output / f"{name}.trec").is_file()
+
+    page = (output / "table.md").read_text()
+    assert f"{expected[0]['NDCG@10']:.4f}" in page
+    assert "| CPU      | exact" in page
+    assert page.split("\n\n")[2] in capsys.readouterr().out
+
+
+def test_a_set_is_evaluated_again_only_if_something_differs(
+    sets,
+    tiny_model_path,
+    tmp_path,
+    capsys,
+):
+    argv = [tiny_model_path, "--data", *sets, "--output", tmp_path / "out", "--gpus", 0]
+    run_program(PROGRAM, *argv)
+    (tmp_path / "out" / "beir.json").unlink()
+    capsys.readouterr()
+    run_program(PROGRAM, *argv)
+    assert capsys.readouterr().out.count("kept: ") == 1
+    run_program(PROGRAM, *argv, "--similarity", "dot")
+    assert "kept: " not in capsys.readouterr().out
+
+
+def test_an_approximate_index_shows_its_recall(sets, tiny_model_path, tmp_path):
+    argv = [
+        "--data",
+        sets[0],
+        "--index",
+        "HNSW8",
+        "--output",
+        tmp_path,
+        "--k_values",
+        10,
+        "--gpus",
+        0,
+    ]
+    run_program(PROGRAM, tiny_model_path, *argv)
+    (row,) = json.loads((tmp_path / "table.json").read_text())["timing"]
+    assert 0 < row["recall"]["recall@10"] <= 1
+    assert "| recall@10 " in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is of a machine without a GPU")
+def test_more_gpus_than_there_are_is_a_mistake_before_anything_is_written(sets, tmp_path, capsys):
+    output = tmp_path / "out"
+    with pytest.raises(SystemExit) as stopped:
+        run_program(PROGRAM, "no_model", "--data", sets[0], "--gpus", 2, "--output", output)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("evaluate_beir.py: error: --gpus 2: 0 GPUs are visible")
+    assert not output.exists()
+
+
+def test_several_gpus_are_the_first_of_those_that_are_visible(monkeypatch):
+    select_gpus = runpy.run_path(str(ROOT / PROGRAM))["select_gpus"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert select_gpus(2) == 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+@pytest.mark.long  # starting processes takes most of a minute
+def test_several_devices_encode_as_one(tiny_model_path):
+    """Two processes on the CPU stand for two GPUs."""
+    encode_on_devices = runpy.run_path(str(ROOT / PROGRAM))["encode_on_devices"]
+    model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+    texts = ["the cat sits on the mat", "a dog", "one tree", "where is the house"]
+    expected = encode_texts(model, texts, "document")
+    with encode_on_devices(model, ["cpu", "cpu"]):
+        found = encode_texts(model, texts, "document")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert "encode_document" not in vars(model)
