@@ -55,21 +55,32 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     n = len(tensors[0])
     layout = [n]
     for tensor in tensors:
-        layout += [*tensor.shape[1:], tensor.element_size()]
+        layout += [tensor.element_size(), tensor.ndim, *tensor.shape[1:]]
     layout += [0] * (LAYOUT_LENGTH - len(layout))  # ranks may bring different numbers of tensors
     layouts = _all_gather(torch.tensor([layout], device=tensors[0].device), world_size() * [1]).tolist()
     lengths = [row[0] for row in layouts]
     shapes = {tuple(row[1:]) for row in layouts}
     if len(shapes) > 1:
-        raise ValueError(
-            "the micro-batches of ranks 0, 1, ... differ in embedding size, hard negatives per query or bytes per "
-            f"number: {'; '.join(str(row[1:]) for row in layouts)}"
-        )
+        described = "; ".join(_describe_layout(row) for row in layouts)
+        raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in shapes or bytes per number: {described}")
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
     first = sum(lengths[: rank()])
     gathered = [_all_gather(tensor, lengths) for tensor in tensors]
     return gathered, slice(first, first + n)
+
+
+def _describe_layout(layout: list[int]) -> str:
+    """Describe a rank's tensors, with n for its number of rows: ``(n, 6) of 8 bytes``."""
+    described = []
+    position = 1
+    while position < len(layout) and layout[position]:
+        item_size = layout[position]
+        ndim = layout[position + 1]
+        dims = layout[position + 2 : position + 1 + ndim]
+        described.append(f"({', '.join(['n', *map(str, dims)])}) of {item_size} bytes")
+        position += 1 + ndim
+    return ", ".join(described)
 
 
 def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:

@@ -131,7 +131,7 @@ def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(mo
     assert loss_fn.info_nce.clock.num_updates == 10 and loss_fn.info_nce.bank_age >= 4
     assert bool((loss_fn.info_nce.bank.document_ids != NO_ID).any()) == with_ids
     said = [record.message.split(",")[0] for record in caplog.records]
-    assert said == ([] if with_ids else ["duplicates are not masked"]) + ["no entry retires for its age"]
+    assert said == ([] if with_ids else ["duplicates are not masked"]) + ["no entry of the bank retires for its age"]
 
 
 def test_positives_and_hard_negatives_are_encoded_in_one_pass_as_by_sentence_transformers(model):
