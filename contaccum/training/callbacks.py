@@ -63,7 +63,7 @@ class UpdateCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         refresh = self.trainer.refresh
-        if refresh is not None and refresh.due(state.global_step):
+        if refresh is not None and refresh.is_due(state.global_step):
             model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
             about = refresh.mine(model, state.global_step, state.is_world_process_zero)
             self.trainer.updates.present.about |= about

@@ -286,7 +286,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch."""
         if self.refresh is not None:
-            inputs = self.refresh.renew(inputs, self.data_collator)
+            inputs = self.refresh.replace_negatives(inputs, self.data_collator)
         return self.updates.step(model, inputs)
 
     def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float, last: bool) -> Tensor:
