@@ -31,7 +31,7 @@ DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
 DEEPSPEED = "0.19.8"  # the version tested; early ones apply updates that are not finite, in bfloat16
 _ONLY = {"bank_size": BANK_METHODS, "query_bank_size": ("contaccum", "contaccum_cached")}
 OF_A_BANK = (
-    *("bank_size", "query_bank_size", "bank_hard_negatives", "bank_weight", "bank_dtype"),
+    *("bank_size", "query_bank_size", "bank_hard_negatives", "bank_weight"),
     *("normalize_by", "drift_compensation"),
 )
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
@@ -105,7 +105,6 @@ class ContAccumTrainingArguments(
         similarity = self.similarity or model_similarity
         return settings | {
             "bank_size": self.bank_size or 0,
-            "bank_dtype": None if self.bank_dtype is None else getattr(torch, self.bank_dtype),
             "similarity": similarity,
             "temperature": DEFAULT_TEMPERATURE[similarity] if self.temperature is None else self.temperature,
             "gather_across_devices": self.gathers,
@@ -139,9 +138,6 @@ class ContAccumTrainingArguments(
             f"per_device_train_batch_size=auto with {engine}: give a number": engine and auto,
             "refresh_negatives_every with distill: negatives mined meanwhile have no teacher scores. Drop one": (
                 self.distill and self.refresh_negatives_every
-            ),
-            f"learn_temperature with {engine}: it steps the model's parameters alone. Drop one of them": (
-                engine and self.learn_temperature
             ),
             f"refresh_negatives_every with {engine}: drop one of them": engine and self.refresh_negatives_every,
             f"deepspeed needs DeepSpeed {DEEPSPEED} or later: pip install 'deepspeed>={DEEPSPEED}', or set fsdp=true": (

@@ -85,7 +85,7 @@ class UpdateCallback(TrainerCallback):
             "peak_memory_mb": peak_memory_mb(trainer.args.device),
         }
         for loss in losses[:1]:
-            named = ("masked", "embedding_spread", "distill_loss", "temperature")
+            named = ("masked", "embedding_spread", "distill_loss")
             record |= {key: float(value) for key, value in loss.last.items() if key in named}
             record["columns"] = int(loss.last["columns"])
             record |= loss.info_nce.drift_record() if loss.info_nce is not None else {}

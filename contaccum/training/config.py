@@ -36,6 +36,11 @@ class _Parser(HfArgumentParser):
         raise ConfigError(f"{message}. `contaccum train --help` lists the options")
 
 
+def _int_or_auto(text: str) -> int | str:
+    """Return a number of pairs, or "auto"; argparse names a value that is neither."""
+    return "auto" if text.lower() == "auto" else int(text)
+
+
 def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
     """``[CONFIG.yaml ...] [--key value ...]`` to arguments; later files and the command line override.
 
@@ -48,8 +53,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ContAccum
         allow_abbrev=False,
     )
     for action in parser._actions:  # argparse shows them nowhere else
-        if kind := {"per_device_train_batch_size": int, "bank_weight": float}.get(action.dest):
-            action.type = lambda value, kind=kind: "auto" if value.lower() == "auto" else kind(value)
+        if action.dest == "per_device_train_batch_size":
+            action.type = _int_or_auto
     known = {action.dest for action in parser._actions}
     rest, given = list(argv), []
     while rest and not rest[0].startswith("-"):

@@ -19,7 +19,6 @@ MOST_USED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "save_strategy", "eval_strategy"),
 )
 """Of transformers' own."""
-FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -90,8 +89,7 @@ class MethodArguments:
     bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
     drift_compensation: str = option("auto", "What to do about entries that age: auto, mean, fresh or none.")
     center_gradients: str = option("auto", "Let no update move a tower: auto, both, passages, queries or none.")
-    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: pairs the bank counts as; auto: by age.")
-    bank_dtype: str | None = option(None, "Default: that of the embeddings, float32 at least.", FLOATS)
+    bank_weight: float = option(1.0, "How often a banked pair counts; above 1: pairs the bank counts as.")
     gather_across_devices: bool | None = option(None, "One batch, and bank, of all devices. Default: with a bank.")
     max_skipped_updates: int = option(10, "Updates that are not finite to skip in a run; one more ends it.")
     early_stopping_patience: int | None = option(None, "Stop after so many evaluations in a row without a better one.")
@@ -104,7 +102,6 @@ class LossArguments:
 
     similarity: str | None = option(None, "Default: the model's own.", ("cos", "dot"))
     temperature: float | None = option(None, "Divides the scores. Default: 0.05 with cos, 1.0 with dot.")
-    learn_temperature: bool = option(False, "Train it too, from temperature on; 0.01 at the least.")
     normalize_by: str = option("local", "local: mean over the local rows. all: over bank rows too, as in the paper.")
     mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
     false_negative_margin: float | None = option(None, "Leave out what scores above a positive by more than this.")

@@ -231,10 +231,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 raise UserError(f"out of memory outside of a micro-step: {WHAT_ELSE}") from error
             raise
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As in transformers, but for a learned temperature, which weight decay would raise."""
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("log_scale")]
-
     def get_train_dataloader(self) -> DataLoader:
         """Batches in an order that depends on seed and epoch alone, so that a resumed run goes on with it."""
         if self.args.finds_micro_batch:  # gradient checkpointing is on by now, and nobody has asked for sizes yet

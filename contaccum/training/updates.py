@@ -208,7 +208,6 @@ class Updates:
             if isinstance(one, ContAccumLoss):  # ranks may run out at different sizes, and must not wait here
                 one.settings = {**one.settings, "gather_across_devices": False}
                 one.distillation = None  # these rows have no scores
-                one.log_scale = None  # whose gradient is that of all ranks
         _encode_at_once(loss, n)
         states = [torch.zeros_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
         try:
