@@ -24,7 +24,7 @@ from contaccum.data import RecordReport, read_passages
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
-from contaccum.training.updates import peak_memory_mb
+from contaccum.training.resources import peak_memory_mb
 
 
 def measure_speed(args: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from contaccum.files import provenance, write_json
 from contaccum.training.arguments import BANK_METHODS, CACHED_METHODS, ContAccumTrainingArguments
 from contaccum.training.loss_factory import make_loss
 from contaccum.training.options import METHODS
-from contaccum.training.updates import forget_peak_memory, peak_memory_mb
+from contaccum.training.resources import peak_memory_mb, reset_peak_memory
 
 BACKBONES = {  # layers, hidden size, heads, feed-forward size
     "bert-base": (12, 768, 12, 3072),
@@ -194,7 +194,7 @@ def main() -> None:
     if options.peak_of:
         model = make_encoder(options)
         update = Update(options, model, optimizer_of(model), tuple(json.loads(options.peak_of)))
-        forget_peak_memory(options.device)
+        reset_peak_memory(options.device)
         update.run()
         update.run()
         print(peak_memory_mb(options.device))

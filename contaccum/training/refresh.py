@@ -65,7 +65,9 @@ class NegativeRefresh:
 
     def _read_dataset(self) -> tuple[np.ndarray, bool]:
         """Return the query number of every row, and whether any row has a negative."""
-        query_numbers = {text: number for number, text in enumerate(self.data.queries)}
+        query_numbers: dict[str | None, int] = {
+            text: number for number, text in enumerate(self.data.queries)
+        }
         query_of_row: list[int] = []
         has_negatives = False
         for batch in first_texts(self.dataset):
@@ -74,8 +76,8 @@ class NegativeRefresh:
         num_missing = query_of_row.count(-1)
         if num_missing:
             raise ConfigError(
-                f"row {query_of_row.index(-1)} of the training data, and {num_missing - 1:,} others, "
-                "have a query that the data to mine in lack: load both from the same source"
+                f"row {query_of_row.index(-1)} of the training data, and {num_missing - 1:,} "
+                "others, have a query that the data to mine in lack: load both from the same source"
             )
         return np.array(query_of_row, dtype=np.int32), has_negatives
 

@@ -98,7 +98,7 @@ def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_hig
     given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
     filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
     filtering.train()
-    assert filtering.settings()["size of the guide"] == (None if tied else 16)
+    assert filtering.facts.settings()["size of the guide"] == (None if tied else 16)
     assert log[0]["masked"] < log_of(tmp_path / "filtering")[0]["masked"] < 1
 
 
