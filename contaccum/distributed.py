@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-
 LAYOUT_LENGTH = 16
 """Numbers that describe the rows of a rank: how many, and the shape and item size of each tensor."""
 

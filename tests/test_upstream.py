@@ -88,7 +88,8 @@ def test_while_a_model_trains_it_is_our_loss_that_moves_entries():
         if step % 2:
             optimizer.step()
     assert ours.info_nce is not None and ours.info_nce.bank is not None and theirs._shifts is not None
-    assert ours.info_nce.clock.num_updates == theirs._update == 6 and ours.info_nce.bank.in_use == len(theirs._bank.queries)
+    assert ours.info_nce.clock.num_updates == theirs._update == 6
+    assert ours.info_nce.bank.in_use == len(theirs._bank.queries)
     assert theirs._shifts[0].norm(dim=1).min() > 0.1
 
 

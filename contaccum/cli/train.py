@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.cli.options import Parser
-from contaccum.errors import ConfigError
 from contaccum.files import require_writable
 from contaccum.training.options import GROUPS, MOST_USED
 
@@ -40,32 +39,6 @@ def options_parser(everything: bool = False) -> Parser:
     return parser
 
 
-def _refuse_to_replace(folder: Path, asked: str | None) -> None:
-    """Raise `ConfigError` where a run would replace another one in its folder.
-
-    ``asked`` is the run's resume_from_checkpoint, None for a run that starts anew.
-    """
-    from contaccum.training.checkpoint import find_checkpoints, newest_checkpoint
-    from contaccum.training.log import read_run_record
-
-    record = read_run_record(folder)
-    has_model = bool(record) and (folder / "modules.json").is_file()
-    checkpoints = find_checkpoints(folder)
-    starts = asked is None
-    if asked == "auto" and newest_checkpoint(folder)[0] is None:
-        # The model there may be an earlier run's that the one of run.json, killed meanwhile, was to replace.
-        starts = has_model and record.get("finished", True)
-    if not starts:
-        return
-    mend = "overwrite_output_dir=true to replace it, or name another output_dir"
-    if has_model:
-        what = "a finished run lies there, which this one would replace"
-        raise ConfigError(f"{folder}: {what}. Set resume_from_checkpoint=last to go on with it, {mend}")
-    if checkpoints:
-        what = f"an unfinished run lies there, with {checkpoints[0].name}"
-        raise ConfigError(f"{folder}: {what}. Set resume_from_checkpoint=last to go on with it, {mend}")
-
-
 def run(argv: Sequence[str]) -> int:
     """Train as ``[CONFIG.yaml ...] [--key value ...]`` says and save the model into ``output_dir``."""
     if {"-h", "--help"} & {*argv} or "_ARGCOMPLETE" in os.environ:
@@ -73,16 +46,13 @@ def run(argv: Sequence[str]) -> int:
     from tqdm.contrib.logging import logging_redirect_tqdm
     from transformers import set_seed
 
-    from contaccum.training import config
+    from contaccum.training import checkpoint, config
     from contaccum.training.log import RUN_RECORD
     from contaccum.training.trainer import ContAccumTrainer
 
     model_args, data_args, args = config.parse(argv)
     output_dir = str(args.output_dir)
-    asked = str(args.resume_from_checkpoint or "").lower()
-    resumes = asked not in ("", "false", "none")
-    if not args.overwrite_output_dir:
-        _refuse_to_replace(Path(output_dir), asked if resumes else None)
+    checkpoint.require_free_folder(args)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
     with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
@@ -97,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     about["guide"] = config.load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
     with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):  # above the bar, not in it
-        trainer.train(args.resume_from_checkpoint if resumes else None)
+        trainer.train(args.resume_from_checkpoint)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
         if model_args.merge_adapter:

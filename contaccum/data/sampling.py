@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from contaccum.data.labels import encode
 from contaccum.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
@@ -86,9 +87,10 @@ class EpochSampling:
 
         self._records, self._selection, self._rows = records, selection, rows
         self.columns, self.known_positives = tuple(columns), known_positives
-        # Rows hold "label", the `text_ids` of their query, positive and negatives; and begin it with their number.
-        self.gives_ids, self.gives_numbers = known_positives is not None, False
-        self.gives_scores = False  # or, after these, a teacher's of their positive and negatives; see `_label`
+        # What the "label" of a row holds; see contaccum.data.labels.
+        self.gives_ids = known_positives is not None
+        self.gives_numbers = False
+        self.gives_scores = False
         # Seed and epoch, in shared memory for a loader's workers, which are copies of this process, or began anew.
         self._clock = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -136,13 +138,12 @@ class EpochSampling:
         return sampled | others
 
     def _label(self, number: int, texts: Mapping[str, str], row_scores: Mapping[str, float]) -> Any:
-        """Number and ids of a row, or either; or its scores, after ids as the bits of float32: a batch has one tensor
-        of labels, of one type. `contaccum.losses.distillation` reads them. Texts and scores go by column."""
+        """Return the label of a row with the parts that are switched on; texts and scores go by column."""
         ids = text_ids(texts.values()).tolist() if self.gives_ids else []
         scores = [row_scores[name] for name in texts if name in row_scores]
-        if ids and scores:
-            return [*ids, *np.array(scores, dtype=np.float32).view(np.int32).tolist()]
-        return [number, *ids] if ids and self.gives_numbers else ids or scores or number
+        if scores:
+            return encode(text_ids=ids, teacher_scores=scores)
+        return encode(number if self.gives_numbers else None, ids)
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
         """By column, of each row its query, its first positive and its first h negatives, None where one is missing."""

@@ -15,6 +15,7 @@ from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, 
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from contaccum.data.labels import decode
 from contaccum.errors import ConfigError, check_choice
 
 
@@ -24,15 +25,8 @@ def split_labels(labels: Tensor | None, columns: int) -> tuple[Tensor | None, Te
     Labels are either, or int64 (n, 2 columns - 1): ids, then scores as the bits of float32. None
     for what is not there.
     """
-    width = labels.shape[1] if labels is not None and labels.ndim == 2 else 0
-    if labels is None or width not in (columns - 1, columns, 2 * columns - 1):
-        return None, None
-    if width == columns - 1:
-        return None, labels
-    if labels.dtype != torch.int64:
-        return None, None
-    scores = labels[:, columns:].to(torch.int32).view(torch.float32)
-    return labels[:, :columns], scores if width > columns else None
+    decoded = decode(labels, columns)
+    return decoded.text_ids, decoded.teacher_scores
 
 
 class Distillation:
@@ -77,7 +71,10 @@ class Distillation:
         self.last: Tensor | None = None  # the term of the last call, before its weight
 
     def __call__(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
-        """Compute the weighted term of a micro-batch: queries, positives and hard negatives, (n, d) each, and its labels.
+        """Compute the weighted term of a micro-batch.
+
+        Args:
+            embeddings: queries, positives and hard negatives, (n, d) each.
 
         Raises `ConfigError` where there are no hard negatives, or no scores in ``labels``; see
         `split_labels`.

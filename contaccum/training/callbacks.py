@@ -1,7 +1,7 @@
-"""What happens around updates: the order of data by epoch, the log, evaluation and early stopping, signals.
+"""Callbacks around updates: the order of data, the log, evaluation with early stopping, signals.
 
-When to evaluate, what is best and what is saved is transformers' machinery. Evaluation leaves no trace in what is
-trained: random numbers, clock and memory are as before.
+transformers decides when to evaluate, which model is best and when to save. An evaluation leaves no
+trace in training: random numbers, clock and peak memory are as before it.
 """
 
 from __future__ import annotations
@@ -11,175 +11,321 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.distributed import over_ranks
-from contaccum.files import write_json
-from contaccum.training import checkpoint, log
-from contaccum.training.updates import forget_peak_memory, peak_memory_mb, random_states, set_random_states
+from contaccum.errors import ConfigError
+from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.training import log
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.random_states import RandomStates
+from contaccum.training.resources import peak_memory_mb, reset_peak_memory
+from contaccum.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
-# Of an update's record, what transformers' logs and trackers get.
-_LOGGED = (
-    *("grad_norm_", "bank_", "drift_", "in_batch_mass", "embedding_spread"),
-    *("columns", "masked", "pairs_per_", "peak_mem"),
+# Prefixes of the numbers in an update's record that transformers' logs and trackers get.
+_TRACKED = (
+    "grad_norm_",
+    "bank_",
+    "drift_",
+    "in_batch_mass",
+    "embedding_spread",
+    "columns",
+    "masked",
+    "pairs_per_",
+    "peak_mem",
 )
+# Numbers of the loss in an update's record.
+_OF_THE_LOSS = ("masked", "embedding_spread", "distill_loss")
 
 
-class UpdateCallback(TrainerCallback):
-    """Sets the epoch of the data, mines negatives when they are due, and writes ``run.json`` and a line per update."""
+SignalHandler = Callable[[int, FrameType | None], Any] | int | None
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.collapse = log.CollapseWatch()
-        self.last: dict[str, Any] = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, folder = self.trainer, Path(str(args.output_dir))
-        trainer.begin()
-        if args.should_save:  # the first rank; with save_on_each_node the first rank of each host
-            # First the record: where a kill comes between the two, old checkpoints are those of another run already.
-            write_json(folder / log.RUN_RECORD, log.run_record(trainer))
-            checkpoint.remove_replaced(args, trainer.run_id, state.global_step)
-        if not state.is_world_process_zero:
-            return
-        log.keep_log_until(folder / log.TRAIN_LOG, state.global_step)
-        log.keep_log_until(folder / log.EVAL_LOG, state.global_step or -1)
+class RunCallback(TrainerCallback):
+    """The beginning of a run and of its epochs and updates.
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A resumed run reaches its sampler through two wrappers, and transformers looks through one only.
-        epoch = int(state.epoch or 0)
-        if hasattr(self.trainer.batch_sampler, "set_epoch"):
-            self.trainer.batch_sampler.set_epoch(epoch)
-        for sampling in self.trainer.samplings:
-            sampling.set_epoch(epoch, self.trainer.args.order_seed)
+    Args:
+        begin: called when everything is ready for the first update.
+        set_epoch: called with each epoch, counted from 0.
+        refresh_negatives: called with the number of updates done, before each update; None without
+            mining in training.
+    """
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        refresh = self.trainer.refresh
-        if refresh is not None and refresh.due(state.global_step):
-            model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
-            about = refresh.mine(model, state.global_step, state.is_world_process_zero)
-            self.trainer.updates.present.about |= about
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        set_epoch: Callable[[int], None],
+        refresh_negatives: Callable[[int], None] | None,
+    ) -> None:
+        self._begin = begin
+        self._set_epoch = set_epoch
+        self._refresh_negatives = refresh_negatives
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, update = self.trainer, self.trainer.updates.present
-        losses = [x for x in trainer.bank_losses() if x.last]
-        pairs, seconds = update.pairs * trainer.args.world_size, time.perf_counter() - update.started
-        record: dict[str, Any] = {
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._begin()
+        if state.is_world_process_zero:
+            folder = Path(str(args.output_dir))
+            log.keep_log_until(folder / log.TRAIN_LOG, state.global_step)
+            log.keep_log_until(folder / log.EVAL_LOG, state.global_step or -1)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._set_epoch(int(state.epoch or 0))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._refresh_negatives is not None:
+            self._refresh_negatives(state.global_step)
+
+
+class UpdateLogCallback(TrainerCallback):
+    """A line in the log for each update, and a warning when training collapses.
+
+    Args:
+        updates: the updates of the run.
+        bank_losses: every ContAccumLoss that trains.
+    """
+
+    def __init__(self, updates: Updates, bank_losses: Sequence[ContAccumLoss]) -> None:
+        self._updates = updates
+        self._bank_losses = bank_losses
+        self._collapse = log.CollapseWatch()
+        self._last: log.Record = {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        record = self._measure_update(args, state)
+        losses = [loss for loss in self._bank_losses if loss.last]
+        record["bank_fill"] = sum(int(loss.last.get("bank_fill", 0)) for loss in losses)
+        if losses:
+            record |= _numbers_of_loss(losses[0])
+            for warning in self._collapse.observe(record):
+                logger.warning(warning)
+        self._last = record | self._updates.current.log_entries
+        if state.is_world_process_zero:
+            log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self._last)
+        self._updates.begin(state.global_step + 1)
+
+    def _measure_update(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+        """Return the numbers of the current update that do not come from the loss."""
+        update = self._updates.current
+        num_pairs = update.num_pairs * args.world_size
+        seconds = time.perf_counter() - update.started
+        loss = over_ranks("SUM", torch.stack(update.losses).sum())
+        return {
             "update": state.global_step,
             "epoch": round(float(state.epoch or 0), 6),
-            "loss": float(over_ranks("SUM", torch.stack(update.losses).sum())) / trainer.args.world_size,
+            "loss": float(loss) / args.world_size,
             "learning_rate": update.learning_rate,
-            **update.norms,
-            "bank_fill": sum(int(loss.last.get("bank_fill", 0)) for loss in losses),
-            "pairs": pairs,
+            **update.grad_norms,
+            "bank_fill": 0,
+            "pairs": num_pairs,
             "seconds": seconds,
-            "pairs_per_second": pairs / seconds,
-            "peak_memory_mb": peak_memory_mb(trainer.args.device),
+            "pairs_per_second": num_pairs / seconds,
+            "peak_memory_mb": peak_memory_mb(args.device),
         }
-        for loss in losses[:1]:
-            named = ("masked", "embedding_spread", "distill_loss", "temperature")
-            record |= {key: float(value) for key, value in loss.last.items() if key in named}
-            record["columns"] = int(loss.last["columns"])
-            record |= loss.info_nce.drift_record() if loss.info_nce is not None else {}
-            for warning in self.collapse.observe(record):
-                logger.warning(warning)
-        self.last = record | update.about
-        if state.is_world_process_zero:
-            log.append_line(Path(str(args.output_dir)) / log.TRAIN_LOG, self.last)
-        trainer.updates.begin()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in (logs or {}):
-            shown = {key: value for key, value in self.last.items() if key.startswith(_LOGGED)}
-            logs.update(shown)  # which the trackers and the terminal, called later, get as well
-            state.log_history[-1].update(shown)
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        tracked = {key: value for key, value in self._last.items() if key.startswith(_TRACKED)}
+        logs.update(tracked)  # trackers and terminal are called later, and get them as well
+        state.log_history[-1].update(tracked)
+
+
+def _numbers_of_loss(loss: ContAccumLoss) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for key, value in loss.last.items():
+        if key in _OF_THE_LOSS:
+            numbers[key] = float(value)
+    numbers["columns"] = int(loss.last["columns"])
+    if loss.info_nce is not None:
+        numbers |= loss.info_nce.drift_record()
+    return numbers
+
+
+def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
+    """Set what the best model is measured by to the evaluator's metric, unless the user chose one.
+
+    Raises:
+        ConfigError: for a metric that the evaluator does not measure.
+    """
+    names = getattr(evaluator, "metrics", ())
+    if not (args.keeps_best and names):
+        return
+    metric = str(args.metric_for_best_model).removeprefix("eval_")
+    if metric == "None" or (metric == "loss" and not has_eval_dataset):
+        args.metric_for_best_model = f"eval_{evaluator.primary_metric}"
+        args.greater_is_better = True
+    elif "@" in metric and metric not in names:
+        raise ConfigError(
+            f"metric_for_best_model={metric}: the evaluator measures {', '.join(names)}"
+        )
 
 
 class EvaluationCallback(EarlyStoppingCallback):
-    """Early stopping that outlives restarts, a line per evaluation, and an evaluation after the last update."""
+    """Early stopping that goes on in a resumed run, and a line in the log for each evaluation.
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer.args.early_stopping_patience or sys.maxsize)
-        self.trainer = trainer
-        self._random: tuple[Any, ...] = ()
+    With ``eval_strategy=steps`` there is an evaluation after the last update too.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kept = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}) if state.global_step else {}
-        self.early_stopping_patience_counter = kept.get("early_stopping_patience_counter", 0)
-        state.stateful_callbacks[type(self).__name__] = self.state()
-        self._random = random_states()
+    Args:
+        patience: evaluations in a row without a better one before a run stops; None: it does not.
+        updates: the updates of the run, whose clock an evaluation does not count in.
+        is_in_train: returns whether the trainer trains; other evaluations are not logged.
+    """
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.eval_strategy == IntervalStrategy.STEPS and state.global_step >= state.max_steps:
+    def __init__(
+        self, patience: int | None, updates: Updates, is_in_train: Callable[[], bool]
+    ) -> None:
+        super().__init__(patience or sys.maxsize)
+        self._has_patience = patience is not None
+        self._updates = updates
+        self._is_in_train = is_in_train
+        self._random_states: RandomStates | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        saved: dict[str, int] = {}
+        name = type(self).__name__
+        # A dictionary, once the state is made.
+        states = cast(dict[str, dict], state.stateful_callbacks)
+        if state.global_step:
+            saved = states.get(name, {}).get("attributes", {})
+        self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
+        states[name] = self.state()
+        self._random_states = RandomStates.capture()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        is_last = state.global_step >= state.max_steps
+        if is_last and args.eval_strategy == IntervalStrategy.STEPS:
             control.should_evaluate = True
-        self._random = random_states()
+        self._random_states = RandomStates.capture()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._random = random_states()
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._random_states = RandomStates.capture()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        if not self.trainer.is_in_train:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not self._is_in_train():
             return
         if state.is_world_process_zero:
-            found = {key: x for key, x in metrics.items() if not key.startswith(("eval_samples_", "eval_steps_"))}
-            log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, {"update": state.global_step, **found})
-        if args.early_stopping_patience is not None and state.global_step:
-            super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
-            if self.early_stopping_patience_counter >= self.early_stopping_patience and state.is_world_process_zero:
-                logger.warning(
-                    f"stopped early after update {state.global_step}: no better {args.metric_for_best_model} than "
-                    f"{state.best_metric:.4f} of update {state.best_global_step}"
-                )
-        set_random_states(self._random)
-        self.trainer.updates.present.started = time.perf_counter()
-        forget_peak_memory(args.device)
+            record: log.Record = {"update": state.global_step}
+            for key, value in (metrics or {}).items():
+                if not key.startswith(("eval_samples_", "eval_steps_")):
+                    record[key] = value
+            log.append_line(Path(str(args.output_dir)) / log.EVAL_LOG, record)
+        if self._has_patience and state.global_step:
+            self._count_evaluation(args, state, control, metrics, **kwargs)
+        if self._random_states is not None:
+            self._random_states.restore()
+        self._updates.current.started = time.perf_counter()
+        reset_peak_memory(args.device)
+
+    def _count_evaluation(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None,
+        **kwargs: Any,
+    ) -> None:
+        """Stop the run after too many evaluations without a better one."""
+        super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
+        stops = self.early_stopping_patience_counter >= self.early_stopping_patience
+        if stops and state.is_world_process_zero:
+            logger.warning(
+                f"stopped early after update {state.global_step}: no better "
+                f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
+                f"{state.best_global_step}"
+            )
 
 
 class SignalCallback(TrainerCallback):
-    """SIGTERM and SIGINT as requests: the update ends, a checkpoint is saved, and `SystemExit` is raised.
+    """SIGTERM and SIGINT as requests to end the update, save a checkpoint and stop.
 
-    Its code is 128 and the signal's number: 143, 130. (transformers' own callback saves inside an update, whose pairs
-    are in the bank by then, and ends with code 0.) Handlers are in place within ``with``, in the main thread, which
-    alone may set them; a second signal does what it did before.
+    `SystemExit` is raised then, with 128 plus the signal's number: 143 or 130. transformers' own
+    callback saves inside an update, when its pairs are in the bank already, and ends with code 0.
+    The handlers are installed within ``with``, and only in the main thread, because Python allows
+    no other. A second signal does what it did before.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, SignalHandler] = {}
 
     def __enter__(self) -> SignalCallback:
         self.received = 0
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         self.__exit__()
         name = signal.Signals(number).name
-        print(f"contaccum: {name}: saving a checkpoint after this update; a second ends at once", file=sys.stderr)
+        print(
+            f"contaccum: {name}: saving a checkpoint after this update; a second ends at once",
+            file=sys.stderr,
+        )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Ranks stop together, where one was asked to.
-        self.received = int(over_ranks("MAX", torch.tensor(self.received, device=args.device)))
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Ranks stop together, even where only one of them received the signal.
+        received = torch.tensor(self.received, device=args.device)
+        self.received = int(over_ranks("MAX", received))
         if self.received:
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
+            control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.received and control.should_training_stop:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             if state.is_world_process_zero:

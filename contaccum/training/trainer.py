@@ -1,60 +1,53 @@
 """ContAccumTrainer: SentenceTransformerTrainer with the method, the bank and its checkpoints.
 
-The training loop, the optimizer, mixed precision, distribution, early stopping and checkpoints are transformers'. What
-is added: the loss that ``args.method`` names, prompts by tower, gradient norms per tower, the bank beside every
-checkpoint, an order of data that resumes, updates that are skipped whole or split when memory runs out.
+transformers owns the training loop, the optimizer, mixed precision, distribution and checkpoints.
+This class adds the loss of ``args.method``, prompts and gradient norms by tower, the bank in every
+checkpoint, an order of data that resumes, and updates that are skipped whole or split.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from datasets import IterableDataset
-from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader
-from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
-from contaccum.data.samplers import RESUMING
-from contaccum.data.sampling import first_texts, samplings_of
-from contaccum.encoders.adapters import describe, has_adapter
-from contaccum.encoders.dual_encoder import DualEncoder, is_tied, loading
-from contaccum.errors import ConfigError, UserError
-from contaccum.files import Fingerprint, redact, write_text
+from contaccum.data.sampling import samplings_of
+from contaccum.distributed import world_size
+from contaccum.encoders.adapters import has_adapter
+from contaccum.encoders.dual_encoder import loading
+from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.guide import Guide
+from contaccum.losses.text_ids import rows_in
 from contaccum.mining import MiningData
-from contaccum.training import checkpoint, log
-from contaccum.training.arguments import ContAccumTrainingArguments, name_of
-from contaccum.training.callbacks import EvaluationCallback, SignalCallback, UpdateCallback
-from contaccum.training.log import rows_of
-from contaccum.training.loss_factory import (
-    check_columns,
-    columns_by_set,
-    freeze_unused,
-    make_loss,
-    reads_embeddings_alone,
-    settle_search_of_unused_parameters,
-    take_roles,
+from contaccum.training import (
+    callbacks,
+    checkpoint,
+    engines,
+    log,
+    loss_factory,
+    nonfinite,
+    out_of_memory,
+    resources,
+    saving,
+    train_data,
 )
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.random_states import RandomStates
 from contaccum.training.refresh import NegativeRefresh
-from contaccum.training.updates import WHAT_ELSE, Updates, is_out_of_memory, random_states, set_random_states
-
-logger = logging.getLogger(__name__)
+from contaccum.training.run_facts import RunFacts
+from contaccum.training.updates import Updates
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -64,28 +57,31 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         model: a SentenceTransformer, a `DualEncoder` for instance.
         args: `ContAccumTrainingArguments`.
         train_dataset: columns in order query, positive, then any number of negatives.
-        loss: overrides what ``args.method`` would make; the bank of a ContAccumLoss in it is checkpointed all the same.
-        data_record: what ``run.json`` says of the data beside the rows, a ``fingerprint`` of the texts at least (None:
-            computed); ``TrainingData.record()`` for instance.
-        mining_data: what ``args.refresh_negatives_every`` mines in; None: the queries and positives of the data set.
-        guide: for the loss that ``args.method`` names: says which texts are no negatives; see `ContAccumLoss`.
+        loss: overrides the loss of ``args.method``; banks in it are checkpointed all the same.
+        data_record: facts about the data for ``run.json``, such as ``TrainingData.record()``; its
+            ``fingerprint`` identifies the texts (None: computed).
+        mining_data: for ``args.refresh_negatives_every``; None: the data set's own texts.
+        guide: decides which texts are no negatives; see `ContAccumLoss`.
         Others: as in SentenceTransformerTrainer; an ``evaluator`` may be a `RetrievalEvaluator`.
 
-    Unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded as a query and the
-    others as documents, with the model's prompts and lengths. Writes ``train_log.jsonl``, a line per update,
-    ``run.json``, what the run is, and checkpoints with the bank into ``args.output_dir``.
+    Unless ``args.prompts`` or ``args.router_mapping`` say otherwise, the first column is encoded as
+    a query and the others as documents, with the model's prompts and lengths. Writes a line per
+    update (``train_log.jsonl``), a record of the run (``run.json``) and checkpoints with the bank
+    into ``args.output_dir``.
 
     Raises:
         ConfigError: for a data set or model that cannot work with the arguments.
 
     Example:
         ```python
-        args = ContAccumTrainingArguments("runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16)
+        args = ContAccumTrainingArguments(
+            "runs/example", per_device_train_batch_size=8, gradient_accumulation_steps=16
+        )
         ContAccumTrainer(model=model, args=args, train_dataset=train_dataset).train()
         ```
     """
 
-    training_args_class: Any = ContAccumTrainingArguments
+    training_args_class = ContAccumTrainingArguments
     args: ContAccumTrainingArguments
 
     def __init__(
@@ -101,334 +97,354 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
-        args = ContAccumTrainingArguments(output_dir="runs/contaccum") if args is None else args
-        self.given_arguments = args.to_dict()
-        args = copy.copy(args)  # what follows belongs to this model and data set
+        args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
+        user_arguments = args.to_dict()
+        args = copy.copy(args)  # the changes below belong to this model and data set
         self.refresh: NegativeRefresh | None = None
         if args.refresh_negatives_every is not None:
             self.refresh = NegativeRefresh(args, train_dataset, mining_data)
-            train_dataset = self.refresh.dataset  # whose rows know their number
+            train_dataset = self.refresh.dataset  # its rows have their number
         self.samplings = samplings_of(train_dataset)
-        columns = columns_by_set(train_dataset if train_dataset is not None else eval_dataset)
-        take_roles(args, model, columns)
-        log.describe_in_card(model.model_card_data, model, args, data_record or {}, own_loss=loss is not None)
-        loss = make_loss(model, args, guide) if loss is None else loss
-        check_columns(args, loss, columns)
-        settle_search_of_unused_parameters(args, model, loss)
-        self.hard_negatives = max((len(names) - 2 for names in columns.values()), default=0)
-        self.data_record = dict(data_record or {})
-        args.hub_strategy = HubStrategy.END  # else transformers uploads output_dir at each checkpoint, run.json and all
+        dataset = eval_dataset if train_dataset is None else train_dataset
+        columns = loss_factory.columns_by_set(dataset)
+        loss_factory.take_roles(args, model, columns)
+        log.describe_in_card(model, args, data_record or {}, has_own_loss=loss is not None)
+        if loss is None:
+            loss = loss_factory.make_loss(model, args, guide)
+        loss_factory.check_columns(args, loss, columns)
+        loss_factory.settle_search_of_unused_parameters(args, model, loss)
+        # Otherwise transformers uploads output_dir at each checkpoint, run.json included.
+        args.hub_strategy = HubStrategy.END
         self.batch_sampler: Any = None
-        self._checkpoint: str | None = None
-        self.run_id: str | None = None  # of the run in progress; a run that resumes keeps its id
-        super().__init__(
-            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, loss=loss, **kwargs
+        self.run_id: str | None = None  # of the run in progress; a resumed run keeps its id
+        self._resume_point: checkpoint.ResumePoint | None = None
+        super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
+        if loss_factory.reads_embeddings_alone(loss):
+            self._freeze_unused_parameters()
+        if self.is_fsdp_enabled:
+            engines.refuse_adapters_of_two_towers(model)
+        unset_hf_deepspeed_config()  # the arguments unset it, and the accelerator has set it again
+        loss_factory.pass_known_positives(self.loss, [train_dataset, eval_dataset])
+        self.facts = RunFacts(
+            self.args,
+            user_arguments,
+            model,
+            guide=loss_factory.guide_of(self.loss),
+            engine=self.engine,
+            train_dataset=self.train_dataset,
+            data_record=data_record or {},
+            evaluator=self.evaluator,
         )
-        features = self._features_of_first_rows()
-        if features and reads_embeddings_alone(loss):
-            waits_for_all = args.world_size > 1 and args.ddp_find_unused_parameters is False
-            freeze_unused(model, features, freezes_unreached=waits_for_all)
-        # Counted here, as ZeRO-3 leaves parameters empty later on.
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
-            raise ConfigError("fsdp with adapters of two towers: FSDP cannot shard the base that they share. Use DDP")
-        unset_hf_deepspeed_config()  # as the arguments have: the accelerator has set it again
-        known = [x.known_positives for x in (*self.samplings, *samplings_of(eval_dataset))]
-        pairs = [x for x in known if x is not None]
-        for bank_loss in self.bank_losses() if pairs else ():
-            bank_loss.set_known_positives(*torch.from_numpy(np.concatenate(pairs)).T.contiguous())
-        self.updates = Updates(self)
-        # Before the others, so that those who log get what it adds.
-        self.callback_handler.callbacks.insert(0, UpdateCallback(self))
+        self._make_updates(loss_factory.smallest_micro_batch(self.loss, columns))
+        self._add_callbacks()
+
+    def _freeze_unused_parameters(self) -> None:
+        """Freeze parameters that no embedding of the training data depends on."""
+        features: list[train_data.Batch] = []
+        for row in train_data.first_rows(self.train_dataset):
+            columns, _ = self.collect_features(self.data_collator([row]))
+            features += columns
+        args = self.args
+        waits_for_all = args.world_size > 1 and args.ddp_find_unused_parameters is False
+        if features:
+            loss_factory.freeze_unused(self.model, features, freezes_unreached=waits_for_all)
+
+    def _make_updates(self, smallest_micro_batch: int) -> None:
+        """Make what runs, splits and skips updates."""
+        can_halve = world_size() == 1 and not self.is_deepspeed_enabled
+        limit = out_of_memory.MicroBatchLimit(
+            self.loss, smallest_micro_batch, self.args.process_index, can_halve
+        )
+        is_whole = self.engine is None
+        self.updates = Updates(
+            self.args, self.loss, self.accelerator, limit, self._count_pairs, is_whole
+        )
+        self.nonfinite_updates = nonfinite.NonFiniteUpdates(
+            self.args.max_skipped_updates, self.accelerator, covers_loss=is_whole
+        )
+        for loss in train_data.parts_of(self.loss):
+            nonfinite.make_gradient_nonfinite_too(loss)
+
+    def _add_callbacks(self) -> None:
+        args = self.args
+        refresh = self._refresh_negatives if self.refresh is not None else None
+        # Before the others, so that those who log get the numbers that the second one adds.
+        self.callback_handler.callbacks[:0] = [
+            callbacks.RunCallback(self._begin_run, self._set_epoch, refresh),
+            callbacks.UpdateLogCallback(self.updates, list(self.bank_losses())),
+        ]
         if args.eval_strategy != "no":
-            self._settle_metric()
-            self.add_callback(EvaluationCallback(self))
-        self.signals = SignalCallback()
+            callbacks.choose_metric(args, self.evaluator, self.eval_dataset is not None)
+            patience = args.early_stopping_patience
+            evaluation = partial(callbacks.EvaluationCallback, patience, self.updates)
+            self.add_callback(evaluation(lambda: self.is_in_train))
+        self.signals = callbacks.SignalCallback()
         self.add_callback(self.signals)
 
-    def _features_of_first_rows(self) -> list[dict[str, Any]]:
-        """Collate the first row of every training set: one dictionary of features for each column."""
-        datasets = self.train_dataset.values() if isinstance(self.train_dataset, dict) else [self.train_dataset]
-        features: list[dict[str, Any]] = []
-        for dataset in datasets:
-            row = next(iter(dataset), None) if dataset is not None else None
-            if row is not None:
-                columns, _ = self.collect_features(self.data_collator([row]))
-                features += columns
-        return features
-
     def bank_losses(self) -> Iterator[ContAccumLoss]:
-        """Every ContAccumLoss that trains, wrapped ones (MatryoshkaLoss) and one per data set included."""
-        for loss in self.loss.values() if isinstance(self.loss, dict) else [self.loss]:
-            yield from (module for module in loss.modules() if isinstance(module, ContAccumLoss))
-
-    @property
-    def guide(self) -> Guide | None:
-        """What says which texts are no negatives, if anything does."""
-        return next((loss.guide for loss in self.bank_losses() if loss.guide is not None), None)
+        """Yield every ContAccumLoss that trains; see `loss_factory.bank_losses`."""
+        return loss_factory.bank_losses(self.loss)
 
     @property
     def engine(self) -> str | None:
-        """What shards weights or gradients over ranks; None: every rank has them whole."""
-        if self.is_deepspeed_enabled:
-            return f"ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage} on {self.args.world_size} ranks"
-        return "FSDP" if self.is_fsdp_enabled else None
+        """The engine that shards weights or gradients over ranks, if there is one."""
+        if self.is_fsdp_enabled:
+            return "FSDP"
+        return engines.describe_deepspeed(self.accelerator) if self.is_deepspeed_enabled else None
 
-    def fingerprint(self) -> str | None:
-        """Of the training data: as given, or else computed once from its texts; None for a stream."""
-        if "fingerprint" not in self.data_record and rows_of(self.train_dataset) is not None:
-            parts = self.train_dataset.values() if isinstance(self.train_dataset, dict) else [self.train_dataset]
-            found = Fingerprint()
-            for batch in (batch for part in parts for batch in first_texts(part)):
-                found.add(*(text for row in zip(*batch.values(), strict=True) for text in row))
-            self.data_record["fingerprint"] = found.hex()
-        return self.data_record.get("fingerprint")
+    # The loop ------------------------------------------------------------------------------------
 
-    def _settle_metric(self) -> None:
-        """What is best is measured by the evaluator, where there is one."""
-        args, evaluator = self.args, cast(Any, self.evaluator)
-        names = getattr(evaluator, "metrics", ())
-        metric = str(args.metric_for_best_model).removeprefix("eval_")
-        if args.keeps_best and names and (metric == "None" or (metric == "loss" and self.eval_dataset is None)):
-            args.metric_for_best_model, args.greater_is_better = f"eval_{evaluator.primary_metric}", True
-        elif args.keeps_best and names and "@" in metric and metric not in names:
-            raise ConfigError(f"metric_for_best_model={metric}: the evaluator measures {', '.join(names)}")
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as in transformers; ``"last"`` (or ``True``) is the newest whole checkpoint.
 
-    # The loop --------------------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
-        """As in transformers; ``"last"`` (or ``True``) is the newest whole checkpoint, ``"auto"`` that or a start.
+        ``"auto"`` is that too, or a start where there is none.
 
         Raises:
             SystemExit: with code 143 after SIGTERM, 130 after SIGINT, when a checkpoint is saved.
-            UserError: for a checkpoint that is not whole or not this run's, a disk that is full, too little memory.
+            UserError: for a checkpoint that is not whole or not this run's, a full disk, or too
+                little memory.
         """
-        args, asked = self.args, str(resume_from_checkpoint or "")
-        self._checkpoint = checkpoint.choose_checkpoint(asked, args, self.settings()) if asked else None
-        if self._checkpoint is None:
+        args = self.args
+        request = checkpoint.parse_resume_request(resume_from_checkpoint)
+        self._resume_point = None
+        if request is not None:
+            self._resume_point = checkpoint.choose_checkpoint(request, args, self.facts.settings())
+        point = self._resume_point
+        if point is None:
             self.run_id = checkpoint.new_run_id(args.device)
         else:
-            facts = checkpoint.facts_of(self._checkpoint)
-            self.run_id = facts.get("run_id")
-            if args.finds_micro_batch:  # once a run: what is trained depends on it
-                self.updates.take_micro_batch(facts["micro_batch"])
-            state = TrainerState.load_from_json(str(Path(self._checkpoint) / "trainer_state.json"))
-            ended = checkpoint.ended_with(self._checkpoint, state, args)
-            if ended is not None:
-                self.state = state
-                self._load_from_checkpoint(ended)
+            self.run_id = point.run_id
+            # The result of training depends on the micro-batch, so it is found once in a run.
+            if args.finds_micro_batch:
+                self.updates.take_micro_batch(point.facts["micro_batch"])
+            final_model = point.final_model(args)
+            if final_model is not None:
+                self.state = point.state
+                self._load_from_checkpoint(final_model)
                 return TrainOutput(self.state.global_step, 0.0, {})
             if self.is_deepspeed_enabled:
-                checkpoint.refuse_code(Path(self._checkpoint))
-        try:
-            with self.signals:
-                return super().train(self._checkpoint, trial, ignore_keys_for_eval)
-        except Exception as error:
-            if checkpoint.is_no_room(error):
-                raise UserError(f"{args.output_dir}: no room on the disk: make some, and resume from `last`") from error
-            if is_out_of_memory(error):
-                raise UserError(f"out of memory outside of a micro-step: {WHAT_ELSE}") from error
-            raise
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As in transformers, but for a learned temperature, which weight decay would raise."""
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("log_scale")]
+                engines.refuse_code(point.folder)
+        folder = None if point is None else str(point.folder)
+        report_full_disk = resources.report_full_disk(str(args.output_dir))
+        with report_full_disk, out_of_memory.report_out_of_memory(), self.signals:
+            return super().train(folder, trial, ignore_keys_for_eval)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches in an order that depends on seed and epoch alone, so that a resumed run goes on with it."""
-        if self.args.finds_micro_batch:  # gradient checkpointing is on by now, and nobody has asked for sizes yet
-            self.updates.find_micro_batch()
-        args: Any = self.args
+        """Return batches whose order depends on seed and epoch alone, so that runs can resume."""
+        args = self.args
+        # Here, because gradient checkpointing is on by now, and no sizes have been read yet.
+        if args.finds_micro_batch:
+            smallest = self.updates.limit.smallest
+            num_pairs = out_of_memory.find_micro_batch(
+                args, self.model, self.loss, self.train_dataset, smallest, self._loss_of_rows
+            )
+            self.updates.take_micro_batch(num_pairs)
         if isinstance(self.train_dataset, IterableDataset):
-            # Each rank reads all rows and takes its own; accelerate would have one rank tokenize for all.
+            # Each rank reads all rows and takes its own; accelerate would tokenize on one for all.
             self.accelerator.dataloader_config.dispatch_batches = False
             return super().get_train_dataloader()
-        given = args.batch_sampler, args.seed
-        args.batch_sampler, args.seed = RESUMING.get(name_of(given[0]), given[0]), args.order_seed
-        loader = super().get_train_dataloader()
-        args.batch_sampler, args.seed = given
-        self.batch_sampler = loader.batch_sampler
-        while hasattr(self.batch_sampler, "batch_sampler"):  # accelerate wraps it
-            self.batch_sampler = self.batch_sampler.batch_sampler
+        with train_data.resumable_order(args):
+            loader = super().get_train_dataloader()
+        self.batch_sampler = train_data.innermost_batch_sampler(loader)
         return loader
 
+    def _loss_of_rows(self, loss: nn.Module, rows: list[dict[str, Any]]) -> Tensor:
+        inputs = self._prepare_inputs(self.data_collator(rows))
+        with self.accelerator.autocast():
+            return loss(*self.collect_features(inputs))
+
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        # Private: the only place where a resumed run gets its position in the data. Of a stream, whose length is not
-        # known, transformers skips all micro-batches of the run in its first pass, and then starts it again.
+        # Private: the only place where a resumed run gets its position in the data. transformers
+        # does not know the length of a stream: it skips all micro-batches of the run in its first
+        # pass over the stream, and then starts it again.
         position = super()._init_training_state(*args, **kwargs)
-        if self._checkpoint is None or not isinstance(self.train_dataset, IterableDataset):
+        if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
             return position
-        passes, updates = checkpoint.position_in_stream(self._checkpoint)
+        passes, updates = self._resume_point.position_in_stream()
         return passes, updates * self.args.gradient_accumulation_steps
 
-    def begin(self) -> None:
-        """What transformers does not load of a checkpoint; called when everything else is ready."""
-        self.updates.begin()
-        if self._checkpoint is None:
-            return
-        best = self.state.best_model_checkpoint
-        fault = None if best is None else checkpoint.fault_for_run(Path(best), self.run_id)
-        if fault is not None:
-            logger.warning(f"the best checkpoint so far, {best}, is left out: {fault}")
-            self.state.best_model_checkpoint = None
-        state = load_file(Path(self._checkpoint) / checkpoint.BANK_FILE)
-        self.updates.rows_fit = checkpoint.facts_of(self._checkpoint)["rows_fit"]
-        for prefix, _, load in self._parts():
-            load({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+    def _begin_run(self) -> None:
+        """Load the rest of a checkpoint, write ``run.json`` and remove what the run replaces."""
+        self.updates.begin(self.state.global_step + 1)
+        if self._resume_point is not None:
+            checkpoint.drop_lost_best(self.state, self.run_id)
+            self.updates.limit.rows = self._resume_point.facts["rows_fit"]
+            checkpoint.load_states(self._resume_point.folder, self._state_parts())
+        if self.args.should_save:  # the first rank; with save_on_each_node that of each host
+            record = self.facts.record(self.run_id, self.state.max_steps)
+            # The record comes first: if a kill comes between the two, the old checkpoints belong to
+            # another run already.
+            write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
+            checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Fetch the micro-batches of an update, as in transformers, and count their pairs for the loss."""
+    def _set_epoch(self, epoch: int) -> None:
+        # A resumed run reaches its sampler through two wrappers; transformers looks through one.
+        if hasattr(self.batch_sampler, "set_epoch"):
+            self.batch_sampler.set_epoch(epoch)
+        for sampling in self.samplings:
+            sampling.set_epoch(epoch, self.args.order_seed)
+
+    def _refresh_negatives(self, update: int) -> None:
+        """Mine hard negatives anew, where they are due after ``update`` updates."""
+        if self.refresh is None or not self.refresh.is_due(update):
+            return
+        encoder = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        numbers = self.refresh.mine(encoder, update, self.is_world_process_zero())
+        self.updates.current.log_entries |= numbers
+
+    def _count_pairs(self, inputs: dict[str, Any]) -> int:
+        columns, _ = self.collect_features(inputs)
+        return rows_in(columns[0]) or 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.updates.count_pairs(batches)
+        self.updates.expect(batches)
         return batches, num_items
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of a micro-batch."""
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Do the forward and backward passes of a micro-batch; return its loss for the log."""
         if self.refresh is not None:
-            inputs = self.refresh.renew(inputs, self.data_collator)
-        return self.updates.step(model, inputs)
+            inputs = self.refresh.replace_negatives(inputs, self.data_collator)
+        assert self.optimizer is not None  # it is made by now
+        return self.updates.step(model, inputs, self.micro_step, self.optimizer)
 
-    def micro_step(self, model: nn.Module, inputs: dict[str, Any], share: float, last: bool) -> Tensor:
-        """Forward and backward of a share of a micro-batch. Returns the loss to log."""
+    def micro_step(
+        self, model: nn.Module, inputs: dict[str, Any], share: float, is_last: bool
+    ) -> Tensor:
+        """Do the forward and backward passes of a share of a micro-batch; return its loss.
+
+        With ``is_last``, the update ends with it, and ranks reduce their gradients.
+        """
         steps = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = steps / share  # type: ignore[assignment]  # the loss is divided by it
+        # transformers divides the loss by it.
+        self.current_gradient_accumulation_steps = steps / share  # type: ignore[assignment]  # int
         try:
-            with nullcontext() if last else self.accelerator.no_sync(model):
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
                 loss = super().training_step(model, dict(inputs))
         finally:
             self.current_gradient_accumulation_steps = steps
         if isinstance(self.loss, ContAccumLoss) and self.loss.last:
-            # That of the local rows: the loss of stale rows says nothing about the encoder of today.
+            # Logged is the loss of local rows: that of stale rows says nothing about the encoder.
             local = self.loss.last["local_loss"].to(loss) * share / steps
             loss = torch.where(torch.isfinite(loss), local, loss)
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        # Private: nothing public knows the norm over all ranks before the optimizer steps.
+        # Private: the only place with the norm over all ranks before the optimizer steps.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.updates.judge(model, norm)
+        if norm is not None:
+            assert self.optimizer is not None
+            self.nonfinite_updates.check(
+                self.updates.current, float(norm), model, self.optimizer, self._find_rows
+            )
         return norm
 
-    # Checkpoints -----------------------------------------------------------------------------------------------------
+    def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
+        num_batches = len(self._train_dataloader)
+        return train_data.rows_of_micro_batches(
+            self.args, self.batch_sampler, num_batches, self.state.global_step, micro_batches
+        )
+
+    # Checkpoints ---------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in transformers, without credentials in the model card and without a pickle of the arguments."""
-        folder, states = Path(str(output_dir or self.args.output_dir)), random_states()
+        """Save as transformers does, without credentials in the card and without a pickle."""
+        folder = Path(str(output_dir or self.args.output_dir))
+        states = RandomStates.capture()
         if self.engine is not None:
-            begun = self.is_fsdp_enabled or self.deepspeed is not None  # before, DeepSpeed's weights are whole
-            state = self.accelerator.get_state_dict(self.model_wrapped) if begun else None
-            with _whole_parameters(self.model, state or {}):  # ZeRO-3 gives it to the first rank alone
-                if self.args.should_save:  # a model card would need a forward pass, and so all ranks
-                    self.model.save_pretrained(str(folder), create_model_card=False)
-        elif self.args.should_save:  # sentence-transformers has every rank write, one over the other
+            # Before DeepSpeed begins, the model's weights are whole.
+            has_begun = self.is_fsdp_enabled or self.deepspeed is not None
+            weights = self.accelerator.get_state_dict(self.model_wrapped) if has_begun else None
+            engines.save_gathered(self.model, weights, folder, self.args.should_save)
+        elif self.args.should_save:  # sentence-transformers would have every rank write
             super().save_model(str(folder), _internal_call)
-        set_random_states(states)  # model cards are drawn from the data; a run that saves goes on as one that does not
+        # Model cards take random rows of the data; a run that saves goes on as one that does not.
+        states.restore()
         if self.args.should_save:
-            (folder / "training_args.bin").unlink(missing_ok=True)
-            card = folder / "README.md"
-            if card.is_file():
-                write_text(card, redact(card.read_text(encoding="utf-8")))
+            saving.clean_saved_model(folder)
             if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
                 log.mark_finished(folder, self.run_id)
 
-    def push_to_hub(self, commit_message: str | None = "End of training", *_: Any, **given: Any) -> Any:
-        """The model with its card to ``args.hub_model_id``, and nothing else of ``output_dir``, whose files hold paths;
-        ``given``: token, revision, private. Returns the commit's address; always waits for it."""
-        args = self.args
-        name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
+    def push_to_hub(
+        self, commit_message: str | None = "End of training", *_: Any, **kwargs: Any
+    ) -> Any:
+        """Upload the model and its card, without other files of ``output_dir``: they contain paths.
+
+        ``token``, ``revision`` and ``private`` replace those of the arguments. Waits for the end,
+        and returns the address of the commit on the first rank.
+        """
+        name = saving.hub_model_id(self.args)
         self.model.model_card_data.set_model_id(name)
-        about: Any = {"token": args.hub_token, "revision": args.hub_revision, "private": args.hub_private_repo}
-        about |= {key: given[key] for key in about if given.get(key) is not None}
+        options = saving.hub_options(self.args, kwargs)
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder, _internal_call=True)
             if not self.is_world_process_zero():
                 return None
-            about |= {"commit_message": commit_message, "local_model_path": folder, "exist_ok": True}
-            return self.model.push_to_hub(name, **about)
+            options |= {"commit_message": commit_message, "local_model_path": folder}
+            return self.model.push_to_hub(name, exist_ok=True, **options)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Private: the only place between writing a checkpoint and throwing older ones away.
-        args, run = self.args, self._get_output_dir(trial)
-        folder, limit = Path(run) / f"checkpoint-{self.state.global_step}", args.save_total_limit
+        # Private: the only place between writing a checkpoint and removing older ones.
+        args = self.args
+        run_folder = self._get_output_dir(trial)
+        folder = Path(run_folder) / f"checkpoint-{self.state.global_step}"
+        limit = args.save_total_limit
         args.save_total_limit = None
         try:
-            if args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it wrote
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            parts = [] if args.save_only_model else self._parts()
-            state = {f"{prefix}{key}": value for prefix, get, _ in parts for key, value in get().items()}
-            self.accelerator.wait_for_everyone()
-            if args.should_save:
-                state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
-                save_file(state, folder / checkpoint.BANK_FILE)
-                facts: dict[str, Any] = {"run_id": self.run_id, "update": self.state.global_step}
-                facts |= {"resumable": not args.save_only_model}
-                facts |= {"micro_batch": args.pairs_per_micro_batch, "rows_fit": self.updates.rows_fit}
-                checkpoint.seal(folder, facts | {"settings": self.settings()})
-                checkpoint.remove_oldest(run, self.run_id, limit, self.state.best_model_checkpoint)
-        except BaseException:
-            if args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+            with checkpoint.removed_on_failure(folder, args.should_save):
+                self.accelerator.wait_for_everyone()
+                super()._save_checkpoint(model, trial)
+                parts = [] if args.save_only_model else list(self._state_parts())
+                states = checkpoint.collect_states(parts)
+                self.accelerator.wait_for_everyone()
+                if args.should_save:
+                    checkpoint.save_states(folder, states)
+                    checkpoint.seal(folder, self._checkpoint_facts())
+                    best = self.state.best_model_checkpoint
+                    checkpoint.remove_oldest(run_folder, self.run_id, limit, best)
         finally:
             args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
 
-    def _parts(self) -> Iterator[tuple[str, Any, Any]]:
-        """What a checkpoint keeps beside model and optimizer: prefix, how to get it on all ranks, how to load it."""
-        for index, loss in enumerate(self.bank_losses()):
-            yield f"{index}.", partial(loss.bank_state_dict, keep=self.args.should_save), loss.load_bank_state_dict
-        if self.refresh is not None:
-            yield "refresh.", self.refresh.state_dict, self.refresh.load_state_dict
+    def _checkpoint_facts(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "update": self.state.global_step,
+            "resumable": not self.args.save_only_model,
+            "micro_batch": self.args.pairs_per_micro_batch,
+            "rows_fit": self.updates.limit.rows,
+            "settings": self.facts.settings(),
+        }
 
-    def settings(self) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint must have in common with it."""
-        args = self.args
-        # Ranks may be other ones, where all hold one bank.
-        found = {name: self.given_arguments.get(name) for name in checkpoint.SAME if name != "gather_across_devices"}
-        found |= {"pairs per update": args.total_train_batch_size, "rows": rows_of(self.train_dataset)}
-        found |= {"trained parameters": self.trained_parameters, "engine": self.engine}
-        found["adapters"] = describe(self.model)
-        found["size of the guide"] = self.guide and self.guide.model.get_embedding_dimension()
-        if self.fingerprint() is not None:
-            found["data fingerprint"] = self.fingerprint()
-        if name_of(args.batch_sampler) != "batch_sampler" or isinstance(self.train_dataset, dict):
-            found["batch_sampler"] = f"{name_of(args.batch_sampler)} of {args.train_batch_size}"
-        return found
+    def _state_parts(self) -> Iterator[checkpoint.StatePart]:
+        """Yield the states that a checkpoint holds beside model and optimizer."""
+        for index, loss in enumerate(self.bank_losses()):
+            get = partial(loss.bank_state_dict, keep=self.args.should_save)
+            yield checkpoint.StatePart(f"{index}.", get, loss.load_bank_state_dict)
+        refresh = self.refresh
+        if refresh is not None:
+            yield checkpoint.StatePart("refresh.", refresh.state_dict, refresh.load_state_dict)
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: nn.Module | None = None) -> None:
-        # Private: that of sentence-transformers knows no shards, no adapters of towers or over weights in 4 bits, nor
-        # the model that FSDP's caller passes.
-        if self.deepspeed is not None:  # an engine with copies of the weights
+        # Private: sentence-transformers' own knows no shards, no adapters of towers or over weights
+        # in 4 bits, and not the model that FSDP's caller passes.
+        if self.deepspeed is not None:  # its engine has copies of the weights
             deepspeed_load_checkpoint(self.deepspeed, checkpoint_path)
             return
         trusted = bool(getattr(self.model, "trust_remote_code", False))
         with loading(checkpoint_path, trusted):
             if not (self.is_fsdp_enabled or has_adapter(self.model)):
-                return super()._load_from_checkpoint(checkpoint_path)
-            whole = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted).state_dict()
-            if not self.is_fsdp_enabled:
-                every = self.model.named_parameters(remove_duplicate=False)
-                names = [name for name, parameter in every if parameter.is_floating_point()]
-                self.model.load_state_dict({name: whole[name] for name in names}, strict=False)
+                super()._load_from_checkpoint(checkpoint_path)
                 return
-        set_model_state_dict(self.model, dict(whole), options=StateDictOptions(full_state_dict=True))
-
-
-@contextmanager
-def _whole_parameters(model: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """For a while, the parameters of a model that an engine shards are those of its full ``state``, to be saved."""
-    shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in state}
-
-    def put(parameters: dict[str, nn.Parameter]) -> None:
-        for name, parameter in parameters.items():
-            place, _, key = name.rpartition(".")
-            model.get_submodule(place)._parameters[key] = parameter
-
-    put({name: nn.Parameter(state[name], requires_grad=False) for name in shards})
-    try:
-        yield
-    finally:
-        put(shards)
+            weights = engines.read_whole_weights(checkpoint_path, trusted)
+        engines.load_whole_weights(self.model, weights, is_sharded=self.is_fsdp_enabled)

@@ -66,7 +66,8 @@ def test_it_learns_what_one_large_micro_batch_against_the_bank_learns(model, mat
             optimizer.step()
             optimizer.zero_grad()
     ours, theirs = (x.info_nce for x in losses)
-    assert (ours.bank.total_enqueued, ours.clock.num_updates, ours.compensation.age_limit) == (780, 5, theirs.compensation.age_limit)
+    assert (ours.bank.total_enqueued, ours.clock.num_updates) == (780, 5)
+    assert ours.compensation.age_limit == theirs.compensation.age_limit
     assert len(ours.compensation.probe.pairs) == len(theirs.compensation.probe.pairs) > 3
     for a, b in zip(*(x.parameters() for x in encoders), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-11)

@@ -17,8 +17,8 @@ from torch import nn
 from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
-from contaccum.losses import contaccum as losses
 from contaccum.losses import bank_states, probe
+from contaccum.losses import contaccum as losses
 from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 from contaccum.losses.text_ids import content_ids, first_rows
 
@@ -66,9 +66,11 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their
     assert loss_fn.info_nce is loss_fn.info_nces["16"] and {*loss_fn.info_nces} == {"16", "8", "4"}
     for dim, single in zip(dims, singles, strict=True):
         ours, theirs = loss_fn.info_nces[str(dim)], single.info_nce
-        assert (ours.bank.fill, ours.clock.num_updates, ours.compensation.age_limit) == (40, 23, theirs.compensation.age_limit)
-        assert ours.compensation.probe.pairs == theirs.compensation.probe.pairs and len(ours.compensation.probe.pairs) == 2
-        assert torch.allclose(ours.compensation.probe.embeddings, theirs.compensation.probe.embeddings, atol=1e-9)
+        assert (ours.bank.fill, ours.clock.num_updates) == (40, 23)
+        assert ours.compensation.age_limit == theirs.compensation.age_limit
+        our_probe, their_probe = ours.compensation.probe, theirs.compensation.probe
+        assert our_probe.pairs == their_probe.pairs and len(our_probe.pairs) == 2
+        assert torch.allclose(our_probe.embeddings, their_probe.embeddings, atol=1e-9)
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 

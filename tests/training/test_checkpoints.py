@@ -14,7 +14,7 @@ import torch
 from tiny_runs import RUN, SAVES, at_micro_step, differing, log_of, state_of, trainer_in
 
 from contaccum.errors import UserError
-from contaccum.training import trainer as trainer_module
+from contaccum.training import checkpoint
 from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_checkpoints, remove_oldest, seal
 
 
@@ -161,7 +161,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(moment, t
             at_micro_step(overwriting, 2, killed)
         else:
             patch.setattr("contaccum.training.checkpoint.seal", killed)
-            patch.setattr(trainer_module.shutil, "rmtree", lambda *_, **__: None)  # a half-written folder stays
+            patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)  # a half-written folder stays
         with pytest.raises(KeyboardInterrupt):
             overwriting.train()
     assert bool(checkpoint_names(tmp_path / "run")) == (moment != "in the first update")
@@ -231,7 +231,7 @@ def test_older_checkpoints_go_only_once_the_newer_one_is_whole(tmp_path, monkeyp
         there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
         seal(folder, facts)
 
-    monkeypatch.setattr(trainer_module.checkpoint, "seal", watched)
+    monkeypatch.setattr(checkpoint, "seal", watched)
     trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
     assert there == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]
@@ -248,7 +248,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(what, tmp_p
             raise RuntimeError("[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file")
         real(*args, **kwargs)
 
-    place = (trainer_module, "save_file") if what == "bank" else (torch, "save")
+    place = (checkpoint, "save_file") if what == "bank" else (torch, "save")
     real = getattr(*place)
     monkeypatch.setattr(*place, full)
     with pytest.raises(UserError, match=r"no room on the disk: .* resume from `last`"):

@@ -15,7 +15,7 @@ from tiny_runs import log_of
 
 from contaccum.errors import UserError
 from contaccum.training.arguments import DEEPSPEED
-from contaccum.training.checkpoint import refuse_code
+from contaccum.training.engines import refuse_code
 
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(not is_deepspeed_available(), reason="DeepSpeed is not installed")

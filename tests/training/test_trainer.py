@@ -98,7 +98,7 @@ def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_hig
     given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
     filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
     filtering.train()
-    assert filtering.settings()["size of the guide"] == (None if tied else 16)
+    assert filtering.facts.settings()["size of the guide"] == (None if tied else 16)
     assert log[0]["masked"] < log_of(tmp_path / "filtering")[0]["masked"] < 1
 
 
@@ -126,6 +126,13 @@ def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_pat
     for other in (None, SentenceTransformer(tiny_model_path, device="cpu")):
         with pytest.raises(UserError, match="size of the guide: 16 -> "):
             trainer_in(tmp_path, guide=other, **given).train(str(tmp_path / "straight" / "checkpoint-5"))
+
+
+@pytest.mark.parametrize("method", ["contaccum", "contaccum_cached"])
+def test_a_run_with_several_directions_and_hardness_resumes_bit_for_bit(method, tmp_path):
+    given = {**RUN, "method": method, "max_steps": 6, "hardness_mode": "in_batch_negatives", "hardness_strength": 2}
+    given |= {"directions": ["query_to_doc", "query_to_query", "doc_to_query"]}
+    assert_resumes(partial(trainer_in, **given), tmp_path, 3)
 
 
 def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_path):

@@ -13,7 +13,7 @@ from tiny_models import tiny_encoder
 from tiny_runs import SAVES, assert_resumes, at_micro_step, differing, log_of, pairs, state_of, trainer_in
 
 from contaccum.errors import UserError
-from contaccum.training import updates
+from contaccum.training import out_of_memory
 
 
 def runs_out(trainer: Any, place: str, visits: set[int], fits: int) -> None:
@@ -74,7 +74,7 @@ def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_si
         return trainer
 
     trainer = assert_resumes(make, tmp_path, 2)
-    assert trainer.updates.rows_fit == 2
+    assert trainer.updates.limit.rows == 2
     # The update began again: the four pairs before are in the bank twice, and none is missing.
     assert trainer.loss.info_nce.bank.total_enqueued == 36 + 4
 
@@ -132,11 +132,14 @@ def test_a_host_is_never_asked_for_more_than_it_has(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, **AUTO)
     trainer.args.gradient_accumulation_steps = 12
     sizes: list[int] = []
-    monkeypatch.setattr(trainer.updates, "_try", lambda rows, n: sizes.append(n))
-    monkeypatch.setattr(updates, "peak_memory_mb", lambda device: 100.0 * sum(sizes))  # it grows by 100 MB a pair
-    monkeypatch.setattr(updates.psutil, "virtual_memory", lambda: SimpleNamespace(available=750 * 2**20))  # 600 may go
-    trainer.updates.find_micro_batch()
-    assert sizes == [1, 2, 3, 4, 6] and trainer.args.per_device_train_batch_size == 6  # though 12 would not have failed
+    monkeypatch.setattr(out_of_memory, "try_micro_batch", lambda size, *_: sizes.append(size))
+    # Memory grows by 100 MB a pair, and 600 MB of the 750 MB may be taken.
+    monkeypatch.setattr(out_of_memory, "peak_memory_mb", lambda device: 100.0 * sum(sizes))
+    free = SimpleNamespace(available=750 * 2**20)
+    monkeypatch.setattr(out_of_memory.psutil, "virtual_memory", lambda: free)
+    trainer.get_train_dataloader()
+    assert sizes == [1, 2, 3, 4, 6]
+    assert trainer.args.per_device_train_batch_size == 6  # though 12 would not have failed
 
 
 def weights(trainer: Any) -> torch.Tensor:
@@ -258,7 +261,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp
     assert torch.equal(before[0], before[1])
     line = log_of(tmp_path)[1]
     assert line["skipped"] == "gradient" and line["micro_steps"] == [0, 1, 2] and len(set(line["rows"])) == 12
-    assert line["loss"] is not None and trainer.updates.skipped == 1
+    assert line["loss"] is not None and trainer.nonfinite_updates.num_skipped == 1
     assert trainer.loss.info_nce.bank.total_enqueued == 36  # its embeddings were fine
 
 
@@ -283,7 +286,7 @@ class Scaled:
         trainer.accelerator.unscale_gradients = self.unscale
 
     def unscale(self, optimizer: Any = None) -> None:
-        self.unscaled_after.append(len(self.trainer.updates.present.losses))
+        self.unscaled_after.append(len(self.trainer.updates.current.losses))
         self.scaler.unscale_(self.trainer.optimizer.optimizer)  # raises where it was done already
 
 
@@ -308,7 +311,7 @@ def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(tmp_path):
     before = weights_before(trainer, 4, 7)
     at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
     trainer.train()
-    assert torch.equal(before[0], before[1]) and trainer.updates.skipped == 0
+    assert torch.equal(before[0], before[1]) and trainer.nonfinite_updates.num_skipped == 0
     assert scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1
     line = log_of(tmp_path)[1]
     assert line["skipped"] == "overflow" and line["scale"] == 2.0**10
