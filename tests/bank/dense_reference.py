@@ -1,4 +1,4 @@
-r"""A plain float64 reference of `BankedInfoNCE`: the raw history of all pairs, and one dense matrix.
+r"""A plain float64 reference of `BankedInfoNCE`: the history of all pairs, and one dense matrix.
 
 Every micro-step scores all rows against all columns again, and autograd computes the gradients.
 Nothing is taken from the package, neither code nor constants nor the state of a loss.
@@ -417,13 +417,13 @@ class DenseReference:
         return self.drift_compensation in ("auto", "mean")
 
     def _centres_passages(self, documents: Tensor) -> bool:
-        """Whether an older encoder made some entry in use; a single document would leave nothing."""
+        """Whether an entry of an older encoder is in use; one document would leave no gradient."""
         has_aged_entries = self.update_start > self.oldest_in_use
         num_documents = documents.shape[0] * documents.shape[1]
         return self.drift_compensation == "auto" and has_aged_entries and num_documents > 1
 
     def _age_at_residual_bound(self) -> float:
-        """Interpolate at which age in pairs the passages' drift beyond the mean reaches the bound."""
+        """Interpolate the age in pairs at which the passages' residual drift reaches the bound."""
         latest_pairs, _, latest = self.probes[-1]
         younger_age = 0.0
         younger_residual = 0.0
@@ -439,7 +439,7 @@ class DenseReference:
 
 
 def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
-    """Join passages (n, d) and hard negatives (n, h, d), which follow the queries: (n, 1 + h, d)."""
+    """Join passages (n, d) and hard negatives (n, h, d), the queries aside: (n, 1 + h, d)."""
     return torch.cat([embeddings[1][:, None], *embeddings[2:]], dim=1)
 
 

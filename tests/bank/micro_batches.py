@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from contaccum import BankedInfoNCE
+from torch import Tensor
 
 
 def draw_embeddings(
@@ -27,7 +26,9 @@ def draw_embeddings(
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
-def draw_ids(embeddings: Sequence[Tensor], num_texts: int, generator: torch.Generator) -> list[Tensor]:
+def draw_ids(
+    embeddings: Sequence[Tensor], num_texts: int, generator: torch.Generator
+) -> list[Tensor]:
     """Draw an id below ``num_texts`` for each query, passage and hard negative."""
     shapes = [x.shape[:-1] for x in embeddings]
     return [torch.randint(num_texts, shape, generator=generator) for shape in shapes]

@@ -1,16 +1,15 @@
-"""Directions and hardness against MultipleNegativesRankingLoss of sentence-transformers, in float64."""
+"""Directions and hardness equal MultipleNegativesRankingLoss of sentence-transformers."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from dense_reference import relative_errors
-from micro_batches import as_leaves, draw_embeddings
+from contaccum import BankedInfoNCE
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
-from contaccum import BankedInfoNCE
+from dense_reference import relative_errors
+from micro_batches import as_leaves, draw_embeddings
 
 BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
+from contaccum import BankedInfoNCE
+from contaccum.bank.false_negatives import PositivesTable
+from contaccum.bank.logits import NO_ID
+from contaccum.errors import ConfigError
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contaccum import BankedInfoNCE
-from contaccum.bank.false_negatives import PositivesTable
-from contaccum.bank.logits import NO_ID
-from contaccum.errors import ConfigError
+from dense_reference import DenseReference, relative_errors
+from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
 
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
@@ -69,7 +69,9 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
 
 
 SETTINGS = [
-    pytest.param({"similarity": "cos", "temperature": 0.05, "drift_compensation": "none"}, id="cos"),
+    pytest.param(
+        {"similarity": "cos", "temperature": 0.05, "drift_compensation": "none"}, id="cos"
+    ),
     pytest.param({"temperature": 0.05, "drift_compensation": "none"}, id="large dot products"),
     pytest.param({"normalize_by": "all", "drift_compensation": "none"}, id="normalized by all"),
     pytest.param({"query_bank_size": 0, "drift_compensation": "none"}, id="passage bank alone"),
@@ -459,7 +461,7 @@ def test_half_precision_embeddings_under_autocast_are_scored_in_float32(dtype):
 
 
 def test_small_gradients_of_float16_embeddings_survive_under_a_gradient_scaler():
-    """Unscaled, they are below the smallest float16, 6e-8: the factor multiplies them in float32."""
+    """Unscaled, they are below the smallest float16, 6e-8: the factor multiplies float32."""
     scale = 2.0**16
     batch = draw_embeddings(32, d=1024, dtype=torch.float32)
     embeddings = [10 * normalize(x, dim=-1).half() for x in batch]

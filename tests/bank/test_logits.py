@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from contaccum.bank.logits import MASKED, NO_ID, Pairs, masked_logits
+from torch import Tensor
 
 N, WIDTH, D = 4, 3, 5
 

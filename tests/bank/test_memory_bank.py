@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from micro_batches import draw_embeddings
-from torch import Tensor
-
 from contaccum import MemoryBank
 from contaccum.bank.logits import NO_ID
+from torch import Tensor
+
+from micro_batches import draw_embeddings
 
 
 def numbered_rows(n: int, start: int, d: int = 3) -> Tensor:
@@ -81,7 +81,9 @@ def test_ids_mask_duplicates_of_pairs_enqueued_without_a_loss():
     log_sums = bank.log_sums[slots_in_use(bank)]
     scores = queries @ passages.T
     both = torch.stack([scores[0, 1], scores[0, 1]]).logsumexp(0)
-    assert log_sums.tolist() == pytest.approx([both.item(), scores[1, 0].item(), scores[0, 0].item()])
+    assert log_sums.tolist() == pytest.approx(
+        [both.item(), scores[1, 0].item(), scores[0, 0].item()]
+    )
 
 
 def test_retiring_forgets_whole_blocks():

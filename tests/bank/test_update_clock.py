@@ -9,9 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from contaccum import BankedInfoNCE
+from torch import Tensor, nn
 
 K, N, D = 3, 8, 16
 
@@ -75,9 +74,7 @@ def adam(model: nn.Module, fused: bool = False) -> Callable[[], None]:
     return step
 
 
-def adam_over_copies(
-    model: nn.Module, is_flat: bool, by_group: bool = False
-) -> Callable[[], None]:
+def adam_over_copies(model: nn.Module, is_flat: bool, by_group: bool = False) -> Callable[[], None]:
     """Return a step of an optimizer over float32 copies of the weights, as engines hold them.
 
     Args:
