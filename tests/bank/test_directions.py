@@ -56,9 +56,7 @@ def published_loss(settings, batch: list[Tensor], scale: float, similarity) -> T
 
 @pytest.mark.parametrize("drift_compensation", ["none", "auto"])
 @pytest.mark.parametrize(("similarity", "function"), [("cos", cos_sim), ("dot", dot_score)])
-@pytest.mark.parametrize(
-    ("n", "h", "scale"), [(4, 2, 1.0), (3, 2, 20.0), (12, 0, 20.0), (40, 1, 1.0)]
-)
+@pytest.mark.parametrize(("n", "h", "scale"), [(4, 2, 1.0), (12, 0, 20.0)])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_micro_batch_against_an_empty_bank_has_the_published_loss(
     settings, n, h, scale, similarity, function, drift_compensation

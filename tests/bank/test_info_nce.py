@@ -184,7 +184,7 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
     reference = DenseReference(bank_size, positives=known_positives, **settings)
     probe = draw_embeddings(4, seed=9)
     largest_error = 0.0
-    sizes = [4, 4, 3, 4, 1, 7, 4, 30, 4, 2, 13, 5, 4, 140, 4, 3, 1, 6, 4]
+    sizes = [4, 4, 3, 4, 1, 7, 4, 30, 4, 2, 5, 4, 140, 4, 3, 1]
     for step, n in enumerate(sizes):
         if step % 3 == 2:
             loss_fn.end_update()
@@ -195,7 +195,7 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
             passages = spread * probe[1] - 0.2 * step
             loss_fn.observe_probe(queries, passages)
             reference.observe_probe(queries, passages)
-        is_finite = step not in (5, 14)
+        is_finite = step not in (5, 13)
         batch = [x + 0.05 * step for x in draw_embeddings(n, step % 3, seed=generator)]
         if not is_finite:
             batch[step % 2][0, 0] = math.nan
