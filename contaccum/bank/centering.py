@@ -1,12 +1,10 @@
 """Centring of gradients: no update moves a tower's embeddings as a whole.
 
 In a whole batch the gradients of all passages sum to zero: the softmax pulls as much as it pushes.
-    In a
-micro-batch against a bank they do not, because banked documents take no gradient, and the remainder
-drives new embeddings away from old ones. `GradientCentering` takes it out over the update, in one
-pass: the remainder of the micro-steps so far is spread over the rows that are still to come. It
-    holds one
-vector for each tower. docs/drift.md shows what this is worth.
+In a micro-batch against a bank they do not, because banked documents take no gradient, and the
+remainder drives new embeddings away from old ones. `GradientCentering` takes it out over the
+update, in one pass: the remainder of the micro-steps so far is spread over the rows that are still
+to come. It holds one vector for each tower. docs/drift.md shows what this is worth.
 """
 
 from __future__ import annotations
@@ -54,9 +52,9 @@ class GradientCentering:
         """Centre the gradients of a micro-batch's queries and documents, (n, ..., d) each.
 
         With the last pair of an update, its gradients have summed to zero. An update of a single
-        row stays as it is: it would take itself out. A micro-batch whose gradients are not finite
-            returns
-        them as they are, and the remainder before it is spread over the micro-batches after it.
+        row stays as it is: it would take itself out. The gradients of a micro-batch
+        stay as they are if they are not finite; the remainder before it is spread over the
+        micro-batches after it.
 
         Args:
             has_aged_entries: whether entries of an older encoder are in use; ``"auto"`` centres

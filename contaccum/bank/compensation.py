@@ -1,4 +1,4 @@
-"""Drift compensation of a loss: the means of its two towers, the probe, and how old an entry may be."""
+"""Drift compensation of a loss: the means of its towers, the probe, and the age limit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DriftCompensation(nn.Module):
         return self.query_mean.mean - bank.query_means[:num_runs]
 
     def store(self, means: TowerMeans, is_finite: Tensor) -> Tensor | None:
-        """Store the means of a micro-batch that is finite; returns the present mean of the queries."""
+        """Store the means of a finite micro-batch; return the present mean of the queries."""
         if self.query_mean is None or self.passage_mean is None:
             return None
         if means.states:
@@ -102,7 +102,10 @@ class DriftCompensation(nn.Module):
     def observe(
         self, queries: Tensor, passages: Tensor, clock: UpdateClock, is_shared: bool
     ) -> None:
-        """Move the means as the probe's embeddings, (S, d) each, have moved; with auto, set the age limit."""
+        """Move the means as the probe's embeddings, (S, d) each, have moved.
+
+        With ``"auto"`` it sets the age limit too.
+        """
         is_first = self.probe is None
         if self.probe is None:
             bank_size = self.settings.bank_size
@@ -123,7 +126,7 @@ class DriftCompensation(nn.Module):
             clock.age_entries()
 
     def make_probe_like(self, embeddings: Tensor) -> None:
-        """Make a probe that a state with these ``embeddings`` (probes, 2, S, d) can be loaded into."""
+        """Make a probe for a state with these ``embeddings`` (probes, 2, S, d)."""
         shape = embeddings.shape[2:]
         bank_size = self.settings.bank_size
         self.probe = DriftProbe(shape, bank_size, embeddings.dtype, embeddings.device)

@@ -68,7 +68,7 @@ def softmax_masses(
     bank_weight: float,
     num_aged: int,
 ) -> dict[str, Tensor]:
-    """Measure where the softmax of the local rows lies, among passages; a row's positive does not count.
+    """Measure where the softmax of the local rows lies among passages, their positives aside.
 
     Args:
         num_aged: banked pairs of an older encoder than the present one; they are the oldest in use.

@@ -92,7 +92,7 @@ _DIRECTION_VIEWS = {
 def add_hardness(
     logits: Tensor, similarities: Tensor, mode: HardnessMode, strength: float
 ) -> Tensor:
-    """Add ``strength`` times their similarity to the logits of negatives, without a gradient for it.
+    """Add ``strength`` times their similarity, without its gradient, to the logits of negatives.
 
     Sources: arXiv 2503.04812, equation 9; arXiv 2509.20354, equation 5.
 

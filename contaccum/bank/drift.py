@@ -1,4 +1,4 @@
-"""Drift: bank entries were encoded by an older encoder. This module estimates how far a tower has moved.
+"""Drift: how far a tower has moved since bank entries were encoded by an older encoder.
 
 Without that, an encoder can lower the loss by moving every new embedding away from every old one,
 because "new or old" is easier to learn than "relevant or not". `RunningMean` follows the mean of a
@@ -21,7 +21,7 @@ HORIZON = 128.0
 """Pairs after which the weight of an old embedding in a running mean has fallen to 1/e."""
 
 RESIDUAL_BOUND = 0.08
-"""An entry retires when its drift beyond the mean shift exceeds this, in units of its tower's spread."""
+"""An entry retires when its drift beyond the mean shift exceeds so many spreads of its tower."""
 
 PROBES = 32
 """Probes stored over the life of a bank; for a larger bank they are further apart."""
@@ -59,8 +59,8 @@ class RunningMean(nn.Module):
 
         A micro-batch whose mean is further away than sampling explains is a jump of the encoder.
         The running mean then moves there at once: entries stored while it lags behind would be
-            shifted too
-        far later on. A single embedding never counts as a jump, because it has no variance.
+        shifted too far later on. A single embedding never counts as a jump, because it has no
+        variance.
         """
         n = len(embeddings)
         variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)
@@ -148,7 +148,7 @@ class DriftProbe(nn.Module):
         return shift
 
     def residuals(self) -> Tensor:
-        """Return the drift that the mean shift leaves since each probe but the latest, (probes - 1, 2).
+        """Return the drift beyond the mean shift since each earlier probe, (probes - 1, 2).
 
         It is a root mean square over the texts, in units of their root mean squared distance from
         their mean, for queries and passages.
@@ -160,7 +160,7 @@ class DriftProbe(nn.Module):
         return (drift / spread).sqrt()
 
     def age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
-        """Return the age in pairs at which the ``residuals`` (probes - 1,) of a tower reach ``bound``.
+        """Return the age in pairs at which a tower's ``residuals`` (probes - 1,) reach ``bound``.
 
         It is interpolated between probes, and infinite if no residual exceeds the bound.
         """

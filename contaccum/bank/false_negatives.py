@@ -63,7 +63,7 @@ def is_above_guide_ceiling(rows: Pairs, columns: Pairs, logits: Tensor) -> Tenso
 
 
 class PositivesTable:
-    """Pairs of (query id, passage id) that are known to be relevant, such as all positives of a data set.
+    """Relevant pairs of (query id, passage id), such as all positives of a data set.
 
     Ids are the first ids of the texts. The table takes 64 bytes a pair.
 
@@ -86,7 +86,7 @@ class PositivesTable:
         return table
 
     def is_listed(self, rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
-        """Find documents that the table lists as positives of a row's query; see `FalseNegativeRule`."""
+        """Find documents that are listed as positives of a row's query; see `FalseNegativeRule`."""
         query_ids = rows.query_ids[0]
         document_ids = columns.document_ids[0]
         if len(query_ids) <= document_ids.numel():

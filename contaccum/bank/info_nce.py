@@ -1,4 +1,4 @@
-"""BankedInfoNCE: the InfoNCE loss of a micro-batch whose rows and columns are extended by memory banks.
+"""BankedInfoNCE: the InfoNCE loss of a micro-batch with rows and columns of memory banks.
 
 It works on embeddings alone, so any training loop can use it. It encodes no text and steps no
 optimizer.
@@ -10,8 +10,7 @@ The score matrix of a micro-step has four blocks:
     banked queries   from_bank          no gradient: MemoryBank.log_sums, one number per row
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
-    embedding
-size. The documents of a pair are its positive passage, then its hard negatives.
+embedding size. The documents of a pair are its positive passage, then its hard negatives.
 """
 
 from __future__ import annotations
@@ -411,14 +410,15 @@ class BankedInfoNCE(nn.Module):
         if not self._has_warned:
             logger.warning(
                 f"no update was seen in {clock.num_pairs:,} pairs: call end_update() of the "
-                "BankedInfoNCE after each; until then all entries count as those of an older encoder"
+                "BankedInfoNCE after each; until then all entries count as those of an older "
+                "encoder"
             )
         self._has_warned = True
         clock.age_entries()
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
-        """Observe how far the towers have moved, by embeddings of the same S pairs of texts: (S, d) each.
+        """Observe how far the towers have moved, by embeddings (S, d) of the same pairs of texts.
 
         Call it before the first micro-batch, and again after updates, every 64 pairs at most: the
         towers are taken to have moved as the means of the probe have. With ``"auto"`` it sets how
@@ -565,7 +565,7 @@ class BankedInfoNCE(nn.Module):
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """A loss whose gradients were computed in forward: the bank is written in place before backward.
+    """A loss whose gradients were computed in forward: before backward, the bank is overwritten.
 
     The gradients stay in the dtype they were computed in (float32 at least) until the incoming
     gradient has multiplied them. In float16 they would underflow before a gradient scaler's factor

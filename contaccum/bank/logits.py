@@ -5,9 +5,8 @@ matrix, so a rule that excludes documents holds in all blocks if it holds there.
 `false_negatives`.
 
 Letters in shapes: n pairs in the micro-batch, m pairs in the bank, r rows, c columns (pairs), h
-    hard
-negatives per query, d the embedding size, g the embedding size of a guide. The documents of a pair
-are its positive passage, then its hard negatives.
+hard negatives per query, d the embedding size, g the embedding size of a guide. The documents of a
+pair are its positive passage, then its hard negatives.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Two texts are the same if one of their ids is equal, at the same place among the
 """
 
 MASKED = -1e30
-"""Logit of an excluded document. It is finite, so a row whose documents are all excluded gives no NaN."""
+"""Logit of an excluded document; finite, so a row with all documents excluded gives no NaN."""
 
 
 class Pairs(NamedTuple):
@@ -44,7 +43,7 @@ class Pairs(NamedTuple):
 
 
 class GuideEmbeddings(NamedTuple):
-    """L2-normalised embeddings of the same texts by a guide, a frozen model that finds false negatives."""
+    """L2-normalised embeddings of the same texts by a guide, a frozen model."""
 
     queries: Tensor  # (n, g)
     documents: Tensor  # (n, 1 + h, g)

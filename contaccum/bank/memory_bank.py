@@ -2,14 +2,13 @@
 
 The bank x bank block of the score matrix has no gradient, so it enters the loss as one number per
 banked query: the logsumexp of its logits over the bank's negatives. `MemoryBank` keeps these
-    numbers
-exact without computing the block again. A table has one log-sum for each banked query and each
-block of documents. A new query was scored against the old documents as a local row; old queries
-were scored against the new documents as banked rows. The ring overwrites a whole block at a time,
-so forgetting documents means resetting one column of the table. Nothing is ever subtracted, and no
-value is read on the host.
+numbers exact without computing the block again. A table has one log-sum for each banked query and
+each block of documents. A new query was scored against the old documents as a local row; old
+queries were scored against the new documents as banked rows. The ring overwrites a whole block at a
+time, so forgetting documents means resetting one column of the table. Nothing is ever subtracted,
+and no value is read on the host.
 
-The bank holds embeddings as they are given: it normalises nothing and knows no encoder.
+The bank stores embeddings as they are: it normalises nothing and encodes no text.
 
 Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table of log-sums is
 ours.
@@ -42,7 +41,7 @@ PAIRS_PER_MEAN = 64
 
 
 class LogitBlocks(NamedTuple):
-    """The blocks of the score matrix that a micro-batch brings, as `masked_logits` returned them."""
+    """The blocks of the score matrix of a micro-batch, as `masked_logits` returned them."""
 
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
@@ -81,9 +80,7 @@ class MemoryBank(nn.Module):
     positive_logits: Tensor  # (m,), of each query and its own passage
     valid: Tensor  # bool (m, 1 + h), whether a document is in use
     block_log_sums: Tensor  # (m, blocks), logsumexp of each query over the negatives in each block
-    query_means: (
-        Tensor  # (m / pairs per mean, d), mean of the query tower when the pairs were stored
-    )
+    query_means: Tensor  # (m / pairs_per_mean, d), of the query tower when pairs were stored
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class MemoryBank(nn.Module):
 
     @property
     def passages(self) -> Tensor:
-        """(m, d), a view; as stored, which drift compensation makes relative to their tower's mean."""
+        """(m, d), a view; drift compensation stores them relative to the mean of their tower."""
         return self.documents[:, 0]
 
     @property

@@ -121,7 +121,7 @@ def check_embeddings(
     negatives: Tensor | None = None,
     may_be_empty: bool = False,
 ) -> None:
-    """Raise `ValueError` if the shapes are not (n, d), (n, d) and (n, h, d), naming the argument."""
+    """Raise `ValueError` if shapes are not (n, d), (n, d) and (n, h, d), naming the argument."""
     if queries.ndim != 2 or queries.shape != passages.shape:
         shapes = f"{tuple(queries.shape)} and {tuple(passages.shape)}"
         raise ValueError(f"queries and passages must have the same shape (n, d), got {shapes}")
@@ -141,7 +141,7 @@ def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
 
 
 def embed_guide(embeddings: list[Tensor], margin: float, is_relative: bool) -> GuideEmbeddings:
-    """Normalise a guide's embeddings: queries (n, g), passages (n, g) and, if any, negatives (n, h, g).
+    """Normalise a guide's queries (n, g), passages (n, g) and, if any, negatives (n, h, g).
 
     The ceiling of a row is the cosine of its own positive less the margin, or less that share of
     it: the rule of GISTEmbed, arXiv 2402.16829.

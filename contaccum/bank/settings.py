@@ -1,4 +1,4 @@
-"""Settings of the loss: one dataclass, checked once, for every loss, the training arguments and the command line."""
+"""Settings of the loss: one dataclass, checked once, for losses, arguments and command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PartitionMode = Literal["joint", "per_direction"]
 
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 COMPENSATED = ("auto", "mean")
-"""The values of ``drift_compensation`` that move banked entries along with the mean of their tower."""
+"""The values of ``drift_compensation`` that move banked entries with the mean of their tower."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class UpdateClock:
         self.num_pairs += count
 
     def end_update(self) -> None:
-        """End the present update; an optimizer step before the next forward does not end another."""
+        """End the present update; an optimizer step before the next forward ends no other."""
         self._has_pending_step = False
         self._forward_since_step = False
         self.num_updates += 1

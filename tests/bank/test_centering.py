@@ -1,157 +1,210 @@
-"""Centring of gradients: over an update in one pass, over a micro-batch by itself, of one tower or both."""
+"""Centring of gradients: over an update in one pass, or over each micro-batch by itself."""
 
-from typing import Any
+from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from contaccum import BankedInfoNCE
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from micro_batches import as_leaves, draw_embeddings
 
 N, K, D = 8, 16, 32
-Gradients = list[list[Tensor]]  # of each micro-step: queries (n, d), passages (n, d), hard negatives (n, h, d)
+QUERIES, PASSAGES = 0, 1
+TowerGradients = tuple[Tensor, Tensor]  # (n, d) of queries, (n + n h, d) of their documents
 
 
-def updates(loss_fn: BankedInfoNCE, sizes: list[int], count: int = 2, h: int = 2, seed: int = 3) -> list[Gradients]:
-    """Gradients of the micro-steps of the last of some updates, after others that filled the bank."""
-    generator, found = torch.Generator().manual_seed(seed), []
-    for update in range(count):
-        found.append([])
+def by_tower(inputs: list[Tensor]) -> TowerGradients:
+    """Return the gradients of queries, and of passages and hard negatives together."""
+    documents = [x.grad.flatten(0, -2) for x in inputs[1:]]
+    return inputs[0].grad, torch.cat(documents)
+
+
+def train(
+    loss_fn: BankedInfoNCE, sizes: list[int], num_updates: int = 2, h: int = 2, seed: int = 3
+) -> list[list[TowerGradients]]:
+    """Return the gradients of each micro-step of each update; embeddings move with the updates."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = []
+    for update in range(num_updates):
+        gradients_of_update = []
         for n in sizes:
-            shapes = [(n, D), (n, D)] + ([(n, h, D)] if h else [])
-            inputs = [torch.randn(s, generator=generator, dtype=torch.float64) + update for s in shapes]
-            inputs = [x.requires_grad_() for x in inputs]
+            batch = draw_embeddings(n, h, D, generator)
+            inputs = as_leaves([x + update for x in batch])
             loss_fn(*inputs).backward()
-            found[-1].append([x.grad for x in inputs])
+            gradients_of_update.append(by_tower(inputs))
         loss_fn.end_update()
-    return found
+        gradients.append(gradients_of_update)
+    return gradients
 
 
-def towers(step: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return step[0], torch.cat([x.flatten(0, -2) for x in step[1:]])
-
-
-def settled(update: Gradients, tower: int) -> list[Tensor]:
-    """What the micro-steps have left over is spread over the rows still to come, those of the present one too."""
-    rows = [towers(step)[tower] for step in update]
-    to_come, left_over, found = sum(map(len, rows)), torch.zeros(D, dtype=torch.float64), []
-    for own in rows:
-        corrected = own - (left_over + own.sum(0)) / to_come
-        found.append(corrected)
-        left_over = left_over + corrected.sum(0)
-        to_come -= len(own)
-    return found
+def spread_remainder(gradients: list[Tensor]) -> list[Tensor]:
+    """Spread the remainder of the micro-steps so far over the rows that are still to come."""
+    rows_to_come = sum(len(rows) for rows in gradients)
+    remainder = torch.zeros(D, dtype=torch.float64)
+    centred = []
+    for rows in gradients:
+        centred_rows = rows - (remainder + rows.sum(0)) / rows_to_come
+        remainder = remainder + centred_rows.sum(0)
+        rows_to_come -= len(rows)
+        centred.append(centred_rows)
+    return centred
 
 
 @pytest.mark.parametrize(
-    ("setting", "centred"), [("both", (0, 1)), ("passages", (1,)), ("queries", (0,)), ("none", ())]
+    ("setting", "centred_towers"),
+    [
+        ("both", (QUERIES, PASSAGES)),
+        ("passages", (PASSAGES,)),
+        ("queries", (QUERIES,)),
+        ("none", ()),
+    ],
 )
 @pytest.mark.parametrize("h", [0, 2])
-def test_over_an_update_what_is_left_over_is_spread_over_the_rows_to_come(setting, centred, h):
-    given: dict[str, Any] = {"bank_size": 200, "drift_compensation": "none", "temperature": 5.0}
-    ours = updates(BankedInfoNCE(**given, center_gradients=setting, pairs_per_update=N * K), [N] * K, 3, h)
-    plain = updates(BankedInfoNCE(**given, center_gradients="none"), [N] * K, 3, h)
-    for update, as_it_is in zip(ours, plain, strict=True):
-        for tower in (0, 1):
-            found = [towers(step)[tower] for step in update]
-            raw = [towers(step)[tower] for step in as_it_is]
-            expected = settled(as_it_is, tower) if tower in centred else raw
-            assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) < 1e-13
-            left_over = torch.cat(found).sum(0).abs().max()
-            assert left_over < 1e-12 if tower in centred else left_over > 1e-3
+def test_the_remainder_of_an_update_is_spread_over_the_rows_to_come(setting, centred_towers, h):
+    centred_loss_fn = BankedInfoNCE(
+        bank_size=200,
+        drift_compensation="none",
+        temperature=5.0,
+        center_gradients=setting,
+        pairs_per_update=N * K,
+    )
+    plain_loss_fn = BankedInfoNCE(
+        bank_size=200, drift_compensation="none", temperature=5.0, center_gradients="none"
+    )
+    centred_updates = train(centred_loss_fn, [N] * K, 3, h)
+    plain_updates = train(plain_loss_fn, [N] * K, 3, h)
+    for centred_update, plain_update in zip(centred_updates, plain_updates, strict=True):
+        for tower in (QUERIES, PASSAGES):
+            gradients = [step[tower] for step in centred_update]
+            expected = [step[tower] for step in plain_update]
+            if tower in centred_towers:
+                expected = spread_remainder(expected)
+            for rows, expected_rows in zip(gradients, expected, strict=True):
+                assert (rows - expected_rows).abs().max() < 1e-13
+            total = torch.cat(gradients).sum(0).abs().max()
+            if tower in centred_towers:
+                assert total < 1e-12
+            else:
+                assert total > 1e-3
 
 
 @pytest.mark.parametrize("sizes", [[5, 8, 1, 3], [1] * 6, [17]])
-def test_updates_of_any_sizes_sum_to_zero_when_their_pairs_are_said_beforehand(sizes):
-    loss_fn = BankedInfoNCE(0, center_gradients="both", similarity="dot")
+def test_updates_of_any_sizes_sum_to_zero_after_begin_update(sizes):
+    loss_fn = BankedInfoNCE(0, center_gradients="both")
     generator = torch.Generator().manual_seed(0)
     for update in range(3):
-        own = sizes[update:] + sizes[:update]
-        loss_fn.begin_update(sum(own))
-        total = torch.zeros(2, D, dtype=torch.float64)
-        for n in own:
-            inputs = [
-                torch.randn(s, generator=generator).double().requires_grad_() for s in ((n, D), (n, D), (n, 1, D))
-            ]
+        sizes_of_update = sizes[update:] + sizes[:update]
+        loss_fn.begin_update(sum(sizes_of_update))
+        query_total = torch.zeros(D, dtype=torch.float64)
+        passage_total = torch.zeros(D, dtype=torch.float64)
+        for n in sizes_of_update:
+            inputs = as_leaves(draw_embeddings(n, 1, D, generator))
             loss_fn(*inputs).backward()
-            total += torch.stack([x.sum(0) for x in towers([x.grad for x in inputs])])
+            query_gradients, passage_gradients = by_tower(inputs)
+            query_total += query_gradients.sum(0)
+            passage_total += passage_gradients.sum(0)
+        assert query_total.abs().max() < 1e-14
+        assert passage_total.abs().max() < 1e-14
+
+
+def test_each_micro_batch_sums_to_zero_if_no_number_of_pairs_is_set():
+    loss_fn = BankedInfoNCE(64, center_gradients="both", drift_compensation="none")
+    for update in train(loss_fn, [N, N, 3, 1]):
+        for query_gradients, passage_gradients in update:
+            assert passage_gradients.sum(0).abs().max() < 1e-14
+            assert query_gradients.abs().max() > 0
+            if len(query_gradients) > 1:  # a single row would take itself out
+                assert query_gradients.sum(0).abs().max() < 1e-14
+
+
+def test_an_update_that_ends_early_leaves_no_remainder_to_the_next():
+    early = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K)
+    fresh = BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K)
+    train(early, [N] * (K - 3), num_updates=1, seed=8)
+    gradients = train(early, [N] * K, num_updates=1)[0]
+    expected = train(fresh, [N] * K, num_updates=1)[0]
+    for step, expected_step in zip(gradients, expected, strict=True):
+        assert torch.equal(step[QUERIES], expected_step[QUERIES])
+        assert torch.equal(step[PASSAGES], expected_step[PASSAGES])
+
+
+@pytest.mark.parametrize(
+    ("drift_compensation", "is_centred"), [("auto", [False, True]), ("mean", [False, False])]
+)
+def test_auto_centres_passages_while_entries_of_an_older_encoder_are_in_use(
+    drift_compensation, is_centred
+):
+    """In the first update there are none."""
+    loss_fn = BankedInfoNCE(64, drift_compensation=drift_compensation, pairs_per_update=2 * N)
+    for update, expected in zip(train(loss_fn, [N, N]), is_centred, strict=True):
+        query_total = torch.cat([step[QUERIES] for step in update]).sum(0)
+        passage_total = torch.cat([step[PASSAGES] for step in update]).sum(0)
+        assert bool(passage_total.abs().max() < 1e-14) == expected
+        assert query_total.abs().max() > 1e-6
+
+
+def test_auto_centres_nothing_without_a_bank():
+    plain = BankedInfoNCE(0, center_gradients="none", pairs_per_update=2 * N)
+    auto = BankedInfoNCE(0, center_gradients="auto", pairs_per_update=2 * N)
+    expected = train(plain, [N, N])
+    gradients = train(auto, [N, N])
+    for step, expected_step in zip(gradients[1], expected[1], strict=True):
+        assert torch.equal(step[QUERIES], expected_step[QUERIES])
+        assert torch.equal(step[PASSAGES], expected_step[PASSAGES])
+
+
+@pytest.mark.parametrize("bad_step", [0, 3, K - 1])
+def test_the_other_micro_batches_sum_to_zero_if_one_is_not_finite(bad_step):
+    """The backward of that one is left out."""
+    loss_fn = BankedInfoNCE(
+        64, center_gradients="both", drift_compensation="none", pairs_per_update=N * K
+    )
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(2, D, dtype=torch.float64)
+    for step in range(K):
+        inputs = as_leaves(draw_embeddings(N, 0, D, generator))
+        if step == bad_step:
+            inputs[0].data[0] = torch.inf
+        loss = loss_fn(*inputs)
+        assert bool(loss.isfinite()) == (step != bad_step)
+        if step != bad_step:
+            loss.backward()
+            total += torch.stack([x.grad.sum(0) for x in inputs])
+    assert total.isfinite().all()
+    if bad_step == K - 1:  # the remainder that the last micro-batch would have taken out
+        assert total.abs().max() > 1e-6
+    else:
         assert total.abs().max() < 1e-14
 
 
-def test_where_nobody_says_how_many_pairs_an_update_has_each_micro_batch_sums_to_zero():
-    found = updates(BankedInfoNCE(64, center_gradients="both", drift_compensation="none"), [N, N, 3, 1])
-    for step in (step for update in found for step in update):
-        queries, columns = towers(step)
-        assert columns.sum(0).abs().max() < 1e-14 and queries.abs().max() > 0
-        assert len(queries) == 1 or queries.sum(0).abs().max() < 1e-14  # one alone would take itself out
-
-
-def test_an_update_that_ends_early_leaves_nothing_over_to_the_next():
-    losses = [BankedInfoNCE(0, center_gradients="both", pairs_per_update=N * K) for _ in range(2)]
-    updates(losses[0], [N] * (K - 3), 1, seed=8)
-    first, second = (updates(loss_fn, [N] * K, 1) for loss_fn in losses)
-    assert all(torch.equal(a, b) for x, y in zip(first[0], second[0], strict=True) for a, b in zip(x, y, strict=True))
-
-
-def test_auto_centres_passages_while_older_entries_are_in_use_and_no_baseline():
-    for given, expected in (
-        ({"bank_size": 64}, [False, True]),  # in the first update nothing is old
-        ({"bank_size": 64, "drift_compensation": "mean"}, [False, False]),
-    ):
-        found = updates(BankedInfoNCE(**given, pairs_per_update=2 * N), [N, N])
-        for update, centred in zip(found, expected, strict=True):
-            queries, passages = (torch.cat([towers(step)[tower] for step in update]).sum(0) for tower in (0, 1))
-            assert bool(passages.abs().max() < 1e-14) == centred and queries.abs().max() > 1e-6
-    plain, auto = (
-        updates(BankedInfoNCE(0, center_gradients=x, pairs_per_update=2 * N), [N, N]) for x in ("none", "auto")
-    )
-    assert torch.equal(plain[1][1][0], auto[1][1][0])
-
-
-@pytest.mark.parametrize("bad", [0, 3, K - 1])
-def test_a_micro_batch_that_is_not_finite_leaves_the_centring_of_the_others_whole(bad):
-    """Its own backward is left out; the gradients of all others still sum to zero over the update."""
-    loss_fn = BankedInfoNCE(64, center_gradients="both", drift_compensation="none", pairs_per_update=N * K)
-    generator = torch.Generator().manual_seed(0)
-    totals = torch.zeros(2, D, dtype=torch.float64)
-    for step in range(K):
-        inputs = [torch.randn(N, D, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
-        if step == bad:
-            inputs[0].data[0] = torch.inf
-        loss = loss_fn(*inputs)
-        assert bool(loss.isfinite()) == (step != bad)
-        if step != bad:
-            loss.backward()
-            totals += torch.stack([x.grad.sum(0) for x in inputs])
-    if bad == K - 1:  # what the last micro-batch would have taken out is left
-        assert totals.isfinite().all() and totals.abs().max() > 1e-6
-    else:
-        assert totals.abs().max() < 1e-14
-
-
-def test_a_forward_in_eval_mode_with_gradients_changes_no_training_update():
-    def gradients(evaluates: bool) -> Tensor:
-        loss_fn = BankedInfoNCE(64, center_gradients="both", drift_compensation="none", pairs_per_update=3 * N)
+def test_a_forward_in_eval_mode_changes_no_training_update():
+    def compute_gradients(evaluates: bool) -> Tensor:
+        loss_fn = BankedInfoNCE(
+            64, center_gradients="both", drift_compensation="none", pairs_per_update=3 * N
+        )
         generator = torch.Generator().manual_seed(0)
-        collected = []
+        gradients = []
         for step in range(3):
-            inputs = [torch.randn(N, D, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
+            inputs = as_leaves(draw_embeddings(N, 0, D, generator))
             loss_fn(*inputs).backward()
-            collected += [x.grad for x in inputs]
+            gradients.extend(x.grad for x in inputs)
             if evaluates and step == 1:
                 loss_fn.eval()
-                loss_fn(*(x.detach().requires_grad_() for x in inputs)).backward()
+                loss_fn(*as_leaves(inputs)).backward()
                 loss_fn.train()
-        return torch.cat(collected)
+        return torch.cat(gradients)
 
-    assert torch.equal(gradients(evaluates=True), gradients(evaluates=False))
+    assert torch.equal(compute_gradients(evaluates=True), compute_gradients(evaluates=False))
 
 
 def test_gradients_in_eval_mode_are_those_of_plain_info_nce():
-    inputs = [torch.randn(N, D, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    batch = draw_embeddings(N, 0, D)
+    inputs = as_leaves(batch)
     loss_fn = BankedInfoNCE(0, center_gradients="both").eval()
     loss_fn(*inputs).backward()
-    found = [x.grad.clone() for x in inputs]
-    queries, passages = (x.detach().requires_grad_() for x in inputs)
-    torch.nn.functional.cross_entropy(queries @ passages.T, torch.arange(N)).backward()
-    assert torch.allclose(found[0], queries.grad, atol=1e-14) and torch.allclose(found[1], passages.grad, atol=1e-14)
+    queries, passages = as_leaves(batch)
+    cross_entropy(queries @ passages.T, torch.arange(N)).backward()
+    assert torch.allclose(inputs[0].grad, queries.grad, atol=1e-14)
+    assert torch.allclose(inputs[1].grad, passages.grad, atol=1e-14)

@@ -1,90 +1,117 @@
-"""Hardness, directions and a learned temperature, against the dense loss and sentence-transformers' own, in float64."""
+"""Directions and hardness equal MultipleNegativesRankingLoss of sentence-transformers."""
 
-from typing import Any
+from __future__ import annotations
 
 import pytest
-import torch
-from dense_reference import errors
+from contaccum import BankedInfoNCE
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
-from test_info_nce import ALL, BOTH, EVERY, HARD, IN_BATCH, leaves
 from torch import Tensor
 
-from contaccum import BankedInfoNCE
-from contaccum.errors import ConfigError
+from dense_reference import relative_errors
+from micro_batches import as_leaves, draw_embeddings
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "in-batch negatives": IN_BATCH,
-    "hard negatives": HARD,
-    "all negatives": EVERY,
-    "symmetric": {"directions": BOTH, "partition_mode": "per_direction"},
-    "joint": {"directions": BOTH, **IN_BATCH},
-    "GTE": {"directions": ALL},
-    "GTE, penalised": {"directions": ALL, **HARD},
-}
+BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
+ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+SETTINGS = [
+    pytest.param({}, id="query to document"),
+    pytest.param(
+        {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, id="in-batch negatives"
+    ),
+    pytest.param(
+        {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}, id="hard negatives"
+    ),
+    pytest.param({"hardness_mode": "all_negatives", "hardness_strength": 3.0}, id="all negatives"),
+    pytest.param(
+        {"directions": BOTH_DIRECTIONS, "partition_mode": "per_direction"}, id="symmetric"
+    ),
+    pytest.param(
+        {
+            "directions": BOTH_DIRECTIONS,
+            "hardness_mode": "in_batch_negatives",
+            "hardness_strength": 9.0,
+        },
+        id="two directions in one softmax, hardness",
+    ),
+    pytest.param({"directions": ALL_DIRECTIONS}, id="all directions"),
+    pytest.param(
+        {
+            "directions": ALL_DIRECTIONS,
+            "hardness_mode": "hard_negatives",
+            "hardness_strength": 5.0,
+        },
+        id="all directions, hardness",
+    ),
+]
 
 
-def draw(n: int, h: int, generator: torch.Generator) -> list[Tensor]:
-    """Queries (n, 8), passages near them, hard negatives (n, h, 8)."""
-    queries, passages, negatives = (
-        torch.randn(*x, 8, generator=generator, dtype=torch.float64) for x in ((n,), (n,), (n, h))
+def published_loss(settings, batch: list[Tensor], scale: float, similarity) -> Tensor:
+    """Compute the loss of sentence-transformers; queries, passages and perhaps hard negatives."""
+    loss_fn = MultipleNegativesRankingLoss(None, scale, similarity, **settings)
+    columns = [batch[0], batch[1]]
+    if len(batch) > 2:
+        columns.extend(batch[2].unbind(1))
+    return loss_fn.compute_loss_from_embeddings(columns, None)
+
+
+@pytest.mark.parametrize("drift_compensation", ["none", "auto"])
+@pytest.mark.parametrize(("similarity", "function"), [("cos", cos_sim), ("dot", dot_score)])
+@pytest.mark.parametrize(("n", "h", "scale"), [(4, 2, 1.0), (12, 0, 20.0)])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_micro_batch_against_an_empty_bank_has_the_published_loss(
+    settings, n, h, scale, similarity, function, drift_compensation
+):
+    """With ``auto``, documents are scored relative to a mean that is far from zero."""
+    batch = draw_embeddings(n, h, seed=n)
+    batch[1] = batch[1] + batch[0]
+    loss_fn = BankedInfoNCE(
+        bank_size=64,
+        temperature=1 / scale,
+        similarity=similarity,
+        drift_compensation=drift_compensation,
+        **settings,
     )
-    return [queries, passages + queries, *([negatives + 0.5 * queries[:, None]] if h else [])]
-
-
-def learned(settings: dict[str, Any], scale: float = 20.0, bank_size: int = 0) -> BankedInfoNCE:
-    """With the scale in float64 as well."""
-    loss_fn = BankedInfoNCE(bank_size, temperature=1 / scale, learn_temperature=True, **settings)
-    loss_fn.log_scale = torch.nn.Parameter(torch.tensor(scale, dtype=torch.float64).log())
-    return loss_fn
-
-
-@pytest.mark.parametrize("drift", ["none", "auto"])
-@pytest.mark.parametrize("similarity", [cos_sim, dot_score])
-@pytest.mark.parametrize(
-    ("rows", "n", "h", "scale"), [(4, 4, 2, 1), (12, 3, 2, 20), (64, 4, 0, 20), (200, 40, 1, 1), (512, 128, 1, 20)]
-)
-@pytest.mark.parametrize("setting", PUBLISHED)
-def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(setting, rows, n, h, scale, similarity, drift):
-    """And the loss: those of sentence-transformers. With ``auto``, entries lie beside means that are far from zero."""
-    generator = torch.Generator().manual_seed(rows)
-    tensors, given = draw(rows, h, generator), PUBLISHED[setting]
-    kind = "cos" if similarity is cos_sim else "dot"
-    loss_fn = learned({**given, "similarity": kind, "drift_compensation": drift}, scale, rows - n)
-    texts = draw(4, 0, generator)
-    loss_fn.observe_probe(*texts)
-    loss_fn.observe_probe(texts[0] + 0.7, texts[1] - 0.4)
-    ours, dense, value = leaves(tensors), leaves(tensors), 0.0
-    for step in range(2 * rows // n):
-        part = slice(step * n % rows, step * n % rows + n)
-        loss = loss_fn(*(x[part] for x in ours))
-        if step >= rows // n:
-            (loss * n / rows).backward()
-            value += loss_fn.last["local_loss"].item() * n / rows
-    log_scale = torch.tensor(float(scale), dtype=torch.float64).log().requires_grad_()
-    theirs = MultipleNegativesRankingLoss(None, scale, similarity, **given)
-    # Its own masks are -inf, which it multiplies by the scale: a gradient of NaN for the scale.
-    theirs.scale = scale if given.get("directions") == ALL else log_scale.exp()
-    columns = [dense[0], dense[1], *(dense[2].unbind(1) if h else ())]
-    expected = theirs.compute_loss_from_embeddings(columns, None)
+    probe = draw_embeddings(4)
+    loss_fn.observe_probe(probe[0], probe[1])
+    loss_fn.observe_probe(probe[0] + 0.7, probe[1] - 0.4)
+    ours = as_leaves(batch)
+    theirs = as_leaves(batch)
+    loss = loss_fn(*ours)
+    expected = published_loss(settings, theirs, scale, function)
+    loss.backward()
     expected.backward()
-    assert value == pytest.approx(expected.item(), abs=1e-12, rel=1e-12)
-    assert errors(loss, ours, expected, dense)[1] <= 1e-12
-    if log_scale.grad is not None:
-        assert loss_fn.log_scale.grad.item() == pytest.approx(log_scale.grad.item(), abs=1e-10, rel=1e-10)
+    assert max(relative_errors(loss, ours, expected, theirs)) <= 1e-12
 
 
-def test_a_state_fits_no_other_settings_and_a_scale_stays_below_a_hundred():
-    given = {"directions": ALL, "similarity": "cos", **HARD}
-    straight = learned(given, 99.999, 7)
-    for step in range(6):
-        straight(*leaves(draw(3, step % 3, torch.Generator().manual_seed(step)))).backward()
-        straight.log_scale.data += 0.1
-    assert straight.last["temperature"].item() == pytest.approx(0.01, rel=1e-9)
-    state = straight.state_dict()
-    learned(given, 9.0, 7).load_state_dict(state)
-    changes = ({"directions": BOTH}, {"hardness_mode": None, "hardness_strength": 0.0})
-    for other in (*(learned({**given, **change}, 99.0, 7) for change in changes), BankedInfoNCE(7, **given)):
-        with pytest.raises(ConfigError, match="directions, hardness_mode or learn_temperature"):
-            other.load_state_dict(state)
+@pytest.mark.parametrize("h", [0, 2])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_bank_that_weighs_nothing_in_query_to_doc_changes_nothing_in_the_loss(settings, h):
+    """So other directions contrast the micro-batch alone.
+
+    One coordinate of the embeddings lowers the scores of local queries against banked documents by
+    a million, and raises those of banked queries against banked documents as much. The scores that
+    a bank of another direction would add stay as they are, and would change the loss.
+    """
+    separating = 7
+    loss_fn = BankedInfoNCE(bank_size=64, drift_compensation="none", **settings)
+    for step in range(3):
+        banked = draw_embeddings(5, h=2, seed=100 + step)
+        banked[0][:, separating] = -1.0
+        for documents in banked[1:]:
+            documents[..., separating] = -1e6
+        loss_fn(*banked)
+    assert loss_fn.bank.in_use == 15
+
+    batch = draw_embeddings(4, h, seed=7)
+    batch[0][:, separating] = 1.0
+    for documents in batch[1:]:
+        documents[..., separating] = 0.0
+    ours = as_leaves(batch)
+    theirs = as_leaves(batch)
+    loss = loss_fn(*ours)
+    expected = published_loss(settings, theirs, 1.0, dot_score)
+    loss.backward()
+    expected.backward()
+    assert loss_fn.last["local_loss"].item() == pytest.approx(expected.item(), rel=1e-12)
+    _, gradient_error = relative_errors(loss, ours, expected, theirs)
+    assert gradient_error <= 1e-12

@@ -1,14 +1,18 @@
-"""Drift: what running means and probes measure, and what the loss makes of it."""
+"""Drift: running means and probes, and which entries the loss moves or retires by them."""
+
+from __future__ import annotations
 
 from itertools import pairwise
 
 import pytest
 import torch
-from dense_reference import dense_loss
-from torch import Tensor
-
 from contaccum import BankedInfoNCE
 from contaccum.bank.drift import PROBES, DriftProbe, RunningMean
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from dense_reference import DenseReference, relative_errors
+from micro_batches import as_leaves
 
 D = 6
 
@@ -17,56 +21,66 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def spread_of(texts: Tensor) -> Tensor:
+    """Return the root mean squared distance of texts (S, d) from their mean."""
+    return (texts - texts.mean(0)).square().sum(1).mean().sqrt()
+
+
 def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batch():
-    """Known by a probe, a common shift is undone exactly: bank entries of four encoders, and the fresh full batch."""
-    n, k = 32, 4
-    queries, base = randn(n * k, D, seed=0), randn(n * k, D, seed=1)
-    shifts = [torch.zeros(D, dtype=torch.float64), *(3 * randn(D, seed=10 + i) for i in range(k))]
-    loss_fn = BankedInfoNCE(bank_size=n * (k - 1), temperature=0.5, drift_compensation="mean")
-    probe = (randn(8, D, seed=2), randn(8, D, seed=3))
-    total = torch.stack(shifts).cumsum(0)
-    for i in range(k - 1):  # an update after each: the passage tower moves as a whole
-        loss_fn.observe_probe(probe[0], probe[1] + total[i])
-        loss_fn(queries[i * n : i * n + n], base[i * n : i * n + n] + total[i])
-        loss_fn.end_update()
-    loss_fn.observe_probe(probe[0], probe[1] + total[k - 1])
-    local = [x.clone().requires_grad_() for x in (queries[-n:], base[-n:] + total[k - 1])]
-    loss_fn(*local).backward()
-    full = [x.clone().requires_grad_() for x in (queries, base + total[k - 1])]
-    dense_loss([full[0]], [full[1]], list(range(n * k)), n, 0.5).backward()
-    for mine, whole in zip(local, full, strict=True):
-        assert (mine.grad - whole.grad[-n:]).abs().max() < 1e-12
-    assert loss_fn.drift_record()["bank_age"] == 2  # the first encoder's entries have just made room
+    """A probe measures the shift; bank entries are of four encoders, the full batch of the last."""
+    n = 32
+    num_encoders = 4
+    queries = randn(n * num_encoders, D, seed=0)
+    passages = randn(n * num_encoders, D, seed=1)
+    probe_queries = randn(8, D, seed=2)
+    probe_passages = randn(8, D, seed=3)
+    loss_fn = BankedInfoNCE(
+        bank_size=n * (num_encoders - 1), temperature=0.5, drift_compensation="mean"
+    )
+    shift = torch.zeros(D, dtype=torch.float64)
+    for encoder in range(num_encoders):
+        if encoder > 0:  # an update: the passage tower moves as a whole
+            loss_fn.end_update()
+            shift = shift + 3 * randn(D, seed=10 + encoder)
+        loss_fn.observe_probe(probe_queries, probe_passages + shift)
+        part = slice(encoder * n, encoder * n + n)
+        local = as_leaves([queries[part], passages[part] + shift])
+        loss = loss_fn(*local)
+    loss.backward()
+    full_batch = as_leaves([queries, passages + shift])
+    logits = full_batch[0] @ full_batch[1].T / 0.5
+    (cross_entropy(logits, torch.arange(n * num_encoders), reduction="sum") / n).backward()
+    for x, full_x in zip(local, full_batch, strict=True):
+        assert (x.grad - full_x.grad[-n:]).abs().max() < 1e-12
+    assert loss_fn.drift_record()["bank_age"] == 2  # the first encoder's entries are overwritten
 
 
-@pytest.mark.parametrize(("bank_size", "n"), [(64, 16), (256, 16), (1024, 64)])
-def test_a_banked_query_pushes_from_where_it_is_now_whatever_wraps(bank_size, n):
-    """Against a list of where the query tower was when each pair came, by a probe after every fourth micro-batch."""
-    loss_fn = BankedInfoNCE(bank_size=bank_size, drift_compensation="mean")
-    probe, position, then = randn(4, D, seed=1), torch.zeros(D), []
-    loss_fn.observe_probe(probe, probe)
-    steps = 3 * bank_size // (2 * n)
-    for step in range(steps):
+@pytest.mark.parametrize(("bank_size", "n"), [(64, 16), (256, 16), (1024, 128)])
+def test_a_banked_query_pushes_from_its_present_position(bank_size, n):
+    """A probe shows the query tower elsewhere after every fourth micro-batch; the ring wraps."""
+    loss_fn = BankedInfoNCE(bank_size, drift_compensation="mean")
+    reference = DenseReference(bank_size, dim=D, drift_compensation="mean")
+    probe = randn(4, D, seed=1)
+    position = torch.zeros(D, dtype=torch.float64)
+    num_steps = 3 * bank_size // (2 * n)
+    for step in range(num_steps):
         if step % 4 == 0:
-            position = position + 0.3 * randn(D, seed=step)
             loss_fn.observe_probe(probe + position, probe)
-        inputs = [randn(n, D, seed=1000 + 2 * step + i).requires_grad_() for i in range(2)]
-        if step % (steps // 3) == steps // 3 - 1:
-            bank, seen = loss_fn.bank, then[loss_fn.bank.first :]
-            slots = torch.arange(bank.first, bank.pairs) % bank.slots
-            exact = [x.detach().clone().requires_grad_() for x in inputs]
-            moved = torch.cat([torch.zeros(n, D), position - torch.stack(seen)])
-            rows, columns = [exact[0], bank.queries[slots]], [exact[1], bank.passages[slots]]
-            dense_loss(rows, columns, [*range(n + len(seen))], n, 1.0, moved=moved).backward()
-            loss_fn(*inputs).backward()
-            assert all((a.grad - b.grad).abs().max() < 1e-11 for a, b in zip(inputs, exact, strict=True))
-        else:
-            loss_fn(*inputs)
-        then += [position] * n
+            reference.observe_probe(probe + position, probe)
+            position = position + 0.3 * randn(D, seed=step)
+        batch = [randn(n, D, seed=1000 + 2 * step), randn(n, D, seed=1001 + 2 * step)]
+        ours = as_leaves(batch)
+        dense = as_leaves(batch)
+        loss = loss_fn(*ours)
+        expected = reference.micro_step(dense)
+        loss.backward()
+        expected.backward()
+        assert max(relative_errors(loss, ours, expected, dense)) <= 1e-12
+    assert reference.oldest_in_use > 0
 
 
-def test_running_mean_of_single_embeddings_does_not_follow_each_of_them():
-    """Or every banked passage would be moved onto the present one, and the bank would tell nothing apart."""
+def test_a_running_mean_of_single_embeddings_does_not_jump_to_each_of_them():
+    """Otherwise every banked passage would be moved onto the present one."""
     mean = RunningMean(D, dtype=torch.float64)
     texts = randn(256, D, seed=0)
     for text in texts:
@@ -75,141 +89,158 @@ def test_running_mean_of_single_embeddings_does_not_follow_each_of_them():
     assert mean.variance.item() == pytest.approx(D, rel=0.15)
 
 
-def test_probe_tells_shift_from_what_is_left():
+def test_a_probe_separates_the_shift_from_the_residual():
     probe = DriftProbe((8, D), 1024, torch.float64)
-    queries, passages = randn(8, D, seed=0), randn(8, D, seed=1)
+    queries = randn(8, D, seed=0)
+    passages = randn(8, D, seed=1)
     step = torch.full((D,), 0.5, dtype=torch.float64)
     noise = randn(8, D, seed=2) * 0.1
     for update in range(6):
-        shift = probe.observe(queries, passages + update * step + (update == 5) * noise, update, 64 * update)
+        present = passages + update * step
+        expected_shift = step if update > 0 else torch.zeros(D, dtype=torch.float64)
+        if update == 5:
+            present = present + noise
+            expected_shift = step + noise.mean(0)
+        shift = probe.observe(queries, present, update, 64 * update)
         assert shift[0].abs().max() < 1e-12
-        expected = torch.zeros(D) if update == 0 else step + (noise.mean(0) if update == 5 else 0)
-        assert (shift[1] - expected).abs().max() < 1e-12
+        assert (shift[1] - expected_shift).abs().max() < 1e-12
     record = probe.record(oldest=2)
-    spread = (passages + noise - (passages + noise).mean(0)).square().sum(1).mean().sqrt()
+    spread = spread_of(present)
     assert record["drift_age"] == 2
-    assert record["drift_cosine_query"] == pytest.approx(1.0) and record["drift_cosine_passage"] < 0.99
-    assert record["drift_shift_passage"] == pytest.approx(((2 * step + noise.mean(0)).norm() / spread).item())
-    left = (noise - noise.mean(0)).square().sum(1).mean().sqrt() / spread
-    assert record["drift_residual_passage"] == pytest.approx(left.item())
+    assert record["drift_cosine_query"] == pytest.approx(1.0)
+    assert record["drift_cosine_passage"] < 0.99
+    expected_shift_length = (2 * step + noise.mean(0)).norm() / spread
+    assert record["drift_shift_passage"] == pytest.approx(expected_shift_length.item())
+    expected_residual = spread_of(noise) / spread
+    assert record["drift_residual_passage"] == pytest.approx(expected_residual.item())
     assert record["drift_residual_query"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_probes_are_kept_over_the_life_of_the_bank_and_the_latest_is_always_there():
-    life = 40 * PROBES
-    probe = DriftProbe((2, D), 100 * life, torch.float64)
-    every = 1000
-    assert probe.spacing > 3 * every
+def test_probes_reach_back_over_the_life_of_the_bank_and_the_latest_is_stored():
+    bank_size = 4000 * PROBES
+    probe = DriftProbe((2, D), bank_size, torch.float64)
+    pairs_between = 1000
+    assert probe.spacing > 3 * pairs_between
     for i in range(1000):
         position = torch.full((2, D), float(i), dtype=torch.float64)
-        shift = probe.observe(position, -position, i, i * every)
-        assert shift.flatten().tolist() == ([1.0] * D + [-1.0] * D if i else [0.0] * 2 * D)
-        kept = probe.pairs
-        gaps = [b - a for a, b in pairwise(kept)]
-        assert kept[-1] == i * every and all(probe.spacing <= gap <= probe.spacing + every for gap in gaps[:-1])
-        assert probe.embeddings[: len(kept), 0, 0, 0].tolist() == [pairs / every for pairs in kept]
-        assert kept[0] == 0 or kept[-1] - kept[0] >= 100 * life
+        shift = probe.observe(position, -position, i, i * pairs_between)
+        expected_shift = 1.0 if i > 0 else 0.0
+        assert (shift[0] == expected_shift).all()
+        assert (shift[1] == -expected_shift).all()
+        gaps = [later - earlier for earlier, later in pairwise(probe.pairs)]
+        assert probe.pairs[-1] == i * pairs_between
+        for gap in gaps[:-1]:
+            assert probe.spacing <= gap <= probe.spacing + pairs_between
+        positions = probe.embeddings[: len(probe.pairs), 0, 0, 0].tolist()
+        assert positions == [pairs / pairs_between for pairs in probe.pairs]
+        assert probe.pairs[0] == 0 or probe.pairs[-1] - probe.pairs[0] >= bank_size
         if i == 499:
-            again = DriftProbe((2, D), 100 * life, torch.float64)
-            again.load_state_dict(probe.state_dict())
-            probe = again
+            loaded = DriftProbe((2, D), bank_size, torch.float64)
+            loaded.load_state_dict(probe.state_dict())
+            probe = loaded
 
 
-def test_age_limit_is_where_the_residual_passes_the_bound():
-    """Texts that move apart at a constant rate: the residual grows linearly with age, whatever the mean does."""
-    passages, turn = randn(8, D, seed=1), 1e-4 * randn(8, D, seed=2)
+def test_the_age_limit_is_the_age_at_which_the_residual_passes_the_bound():
+    """Texts move apart at a constant rate, so the residual grows linearly with age."""
+    passages = randn(8, D, seed=1)
+    movement = 1e-4 * randn(8, D, seed=2)
     probe = DriftProbe((8, D), 2000, torch.float64)
     for i in range(21):
-        now = passages + i * turn + i
-        probe.observe(now, now, i, 100 * i)
-    spread = (now - now.mean(0)).square().sum(1).mean().sqrt()
-    rate = (turn - turn.mean(0)).square().sum(1).mean().sqrt() / spread / 100  # per pair
+        present = passages + i * movement + i
+        probe.observe(present, present, i, 100 * i)
+    residual_per_pair = float(spread_of(movement) / spread_of(present) / 100)
     residuals = probe.residuals()
-    assert torch.allclose(residuals[:, 0], rate * torch.arange(2000, 0, -100))
+    ages = torch.arange(2000, 0, -100)
+    assert torch.allclose(residuals[:, 0], residual_per_pair * ages.double())
     for age in (30.0, 777.0, 1990.0):
-        assert probe.age_limit(residuals[:, 1], bound=float(rate) * age) == pytest.approx(age)
-    assert probe.age_limit(residuals[:, 1], bound=float(rate) * 2001) == float("inf")
+        limit = probe.age_limit(residuals[:, 1], bound=residual_per_pair * age)
+        assert limit == pytest.approx(age)
+    assert probe.age_limit(residuals[:, 1], bound=residual_per_pair * 2001) == float("inf")
 
 
-def test_auto_retires_what_drifted_too_far_and_takes_more_again_when_the_encoder_settles():
-    n, texts = 32, randn(8, D, seed=1)
+def test_auto_retires_entries_that_drifted_too_far_and_fills_again_when_the_encoder_settles():
+    n = 32
+    probe_queries = randn(8, D, seed=1)
+    probe_passages = probe_queries
     loss_fn = BankedInfoNCE(bank_size=1024)
-    passages = texts
     in_use = []
-    for update in range(100):
-        loss_fn.observe_probe(texts, passages)
+    for update in range(60):
+        loss_fn.observe_probe(probe_queries, probe_passages)
         for i in range(4):
             loss_fn(randn(n, D, seed=2 * i), randn(n, D, seed=2 * i + 1))
-            if update:
-                assert loss_fn.bank.in_use >= n * (i + 1)  # the present update's, whatever the drift
+            if update > 0:  # pairs of the present update never retire
+                assert loss_fn.bank.in_use >= n * (i + 1)
         in_use.append(loss_fn.bank.in_use)
-        # First it moves as a whole, then every text goes its own way, then it settles.
-        passages = passages + (1.0 if update < 20 else randn(8, D, seed=100 + update) * (update < 50))
-    assert in_use[:8] == [128 * (i + 1) for i in range(8)] and in_use[19] == 1024
-    assert in_use[49] == 128
+        # The tower moves as a whole, then every text moves by itself, then all settle.
+        if update < 20:
+            probe_passages = probe_passages + 1.0
+        elif update < 40:
+            probe_passages = probe_passages + randn(8, D, seed=100 + update)
+    assert in_use[:8] == [128, 256, 384, 512, 640, 768, 896, 1024]
+    assert in_use[19] == 1024
+    assert in_use[39] == 128
     assert in_use[-1] == 1024
 
-    paper, mean = BankedInfoNCE(bank_size=64, drift_compensation="none"), BankedInfoNCE(64, drift_compensation="mean")
-    for fn in (paper, mean):
-        for update in range(4):
-            fn.observe_probe(texts, texts + 10 * randn(8, D, seed=update))
-            fn(randn(n, D, seed=2 * update), randn(n, D, seed=2 * update + 1))
-        assert fn.bank.in_use == 64
 
-
-def test_older_entries_count_less_by_what_the_probe_says_of_their_age():
-    texts, turn = (x - x.mean(0) for x in (randn(8, D, seed=1), randn(8, D, seed=2)))
-    loss_fn = BankedInfoNCE(bank_size=1024, bank_weight="auto")
-    for update in range(12):
-        now = texts + 0.03 * update * turn
-        loss_fn.observe_probe(texts, now)
-        for i in range(4 if update < 11 else 1):
-            loss_fn(randn(32, D, seed=2 * i), randn(32, D, seed=2 * i + 1))
-        loss_fn.end_update()
-    bank = loss_fn.bank
-    ages = 11 - torch.arange(bank.first, bank.pairs, bank.block) // 128
-    residuals = 0.03 * ages * (turn.square().sum() / now.square().sum()).sqrt()
-    expected = -0.5 * (residuals / 0.08) ** 2
-    blocks = torch.arange(bank.first, bank.pairs, bank.block) // bank.block % len(bank.log_weights)
-    partly_retired = ages == ages[0]  # where that update began is forgotten
-    assert torch.allclose(bank.log_weights[blocks][~partly_retired], expected.to(bank.log_weights)[~partly_retired])
-    assert ages[-1] == 0 and expected[-1] == 0 and -3.2 < expected.min() < -0.5  # kept beyond 0.08, to 0.2
+@pytest.mark.parametrize("drift_compensation", ["mean", "none"])
+def test_a_probe_retires_nothing_without_auto(drift_compensation):
+    loss_fn = BankedInfoNCE(bank_size=64, drift_compensation=drift_compensation)
+    texts = randn(8, D, seed=1)
+    for update in range(4):
+        loss_fn.observe_probe(texts, texts + 10 * randn(8, D, seed=update))
+        loss_fn(randn(32, D, seed=2 * update), randn(32, D, seed=2 * update + 1))
+    assert loss_fn.bank.in_use == 64
 
 
 @pytest.mark.parametrize(("bank_size", "scale"), [(100, 1), (640, 6)])
-def test_the_limit_retires_blocks_to_the_nearest_but_none_of_the_present_update(bank_size, scale):
+def test_the_age_limit_retires_blocks_to_the_nearest_but_none_of_the_present_update(
+    bank_size, scale
+):
     loss_fn = BankedInfoNCE(bank_size, drift_compensation="none")
-    seen = began = 0
-    for step in range(200):
-        n, limit = scale * (1 + step * 7 % 15), [bank_size, bank_size // 3, 0, bank_size // 2][step // 25 % 4]
-        if step % 6 == 5 and loss_fn.bank is not None:
+    limits = [bank_size, bank_size // 3, 0, bank_size // 2]
+    num_pairs = 0
+    update_start = 0
+    for step in range(120):
+        n = scale * (1 + step * 7 % 15)
+        if step > 0 and step % 6 == 5:
             loss_fn.end_update()
-            loss_fn.bank.limit, began = limit, seen
+            loss_fn.compensation.age_limit = limits[step // 15 % 4]
+            update_start = num_pairs
         loss_fn(randn(n, D, seed=2 * step), randn(n, D, seed=2 * step + 1))
-        seen, bank = seen + n, loss_fn.bank
-        assert min(seen - began, bank_size - bank.block) <= bank.in_use <= min(seen, bank_size)
-        oldest = max(min(bank.limit + bank.block / 2, bank_size), seen - began + bank.block)
-        assert bank.in_use <= oldest
-        assert int((bank.absent == 0).sum()) == bank.in_use
+        num_pairs += n
+        bank = loss_fn.bank
+        pairs_of_update = num_pairs - update_start
+        fewest = min(pairs_of_update, bank_size - bank.block_size)
+        age_limit = min(loss_fn.compensation.age_limit + bank.block_size / 2, bank_size)
+        most = max(age_limit, pairs_of_update + bank.block_size)
+        assert fewest <= bank.in_use <= min(num_pairs, bank_size, most)
+        assert int(bank.valid.sum()) == bank.in_use
         assert loss_fn.last["bank_fill"] == bank.in_use
 
 
-def test_shares_of_the_softmax_are_those_of_the_dense_softmax():
-    n, d, steps = 4, 5, 10
-    loss_fn = BankedInfoNCE(bank_size=4 * n * steps, temperature=0.7)
-    stored: list[Tensor] = []
-    for step in range(steps):  # two micro-batches an update
-        queries, passages = randn(n, d, seed=2 * step), randn(n, d, seed=2 * step + 1)
+def test_softmax_masses_equal_those_of_the_dense_softmax():
+    n = 4
+    num_steps = 10
+    loss_fn = BankedInfoNCE(bank_size=160, temperature=0.7)
+    stored = []  # relative to the mean of their tower
+    for step in range(num_steps):
+        queries = randn(n, 5, seed=2 * step)
+        passages = randn(n, 5, seed=2 * step + 1)
         loss_fn(queries.clone().requires_grad_(), passages)
-        stored.append(passages - loss_fn.passage_mean.mean)
-        if step % 2 == 1 and step < steps - 1:
+        passage_mean = loss_fn.compensation.passage_mean.mean
+        stored.append(passages - passage_mean)
+        if step % 2 == 1 and step < num_steps - 1:  # two micro-batches an update
             loss_fn.end_update()
-    columns = torch.cat([passages, *(entry + loss_fn.passage_mean.mean for entry in stored[:-1])])
-    share = (queries @ columns.T / 0.7).softmax(1)
-    share[torch.arange(n), torch.arange(n)] = 0
+    banked = [entry + passage_mean for entry in stored[:-1]]
+    columns = torch.cat([passages, *banked])
+    shares = (queries @ columns.T / 0.7).softmax(1)
+    shares[:, :n].fill_diagonal_(0)
+    num_aged = n * (num_steps - 2)
+    in_batch = shares[:, :n].sum()
+    aged = shares[:, n : n + num_aged].sum()
+    fresh = shares[:, n + num_aged :].sum()
+    mean_fresh = (in_batch + fresh) / (2 * n - 1)
     record = loss_fn.drift_record()
-    assert record["in_batch_mass"] == pytest.approx(float(share[:, :n].sum()) / n)
-    assert record["bank_mass"] == pytest.approx(float(share[:, n:].sum()) / n)
-    aged = n * (steps - 2)
-    of_fresh = (share[:, :n].sum() + share[:, n + aged :].sum()) / (2 * n - 1)
-    assert record["bank_mass_aged"] == pytest.approx(float(share[:, n : n + aged].sum() / aged / of_fresh))
+    assert record["in_batch_mass"] == pytest.approx(float(in_batch / n))
+    assert record["bank_mass"] == pytest.approx(float((aged + fresh) / n))
+    assert record["bank_mass_aged"] == pytest.approx(float(aged / num_aged / mean_fresh))

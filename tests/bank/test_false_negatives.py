@@ -1,99 +1,279 @@
-"""Columns that score too far above a row's own positive are no negatives: by the student, or by a guide; in float64."""
+"""False negatives by ids, a table, a margin or a guide: the rules, and the loss with them."""
 
-from typing import Any
+from __future__ import annotations
 
 import pytest
 import torch
-from dense_reference import History, errors
-from test_info_nce import leaves
+from contaccum import BankedInfoNCE
+from contaccum.bank.false_negatives import PositivesTable, is_same_text
+from contaccum.bank.logits import NO_ID, Pairs
 from torch import Tensor
 
-from contaccum import BankedInfoNCE
+from dense_reference import DenseReference, relative_errors
+from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
 
-MARGIN = {"false_negative_margin": 0.1, "similarity": "cos", "temperature": 0.1}
-EVERY = {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), **MARGIN, "guide_margin": -0.1}
-EVERY |= {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
-RULES: dict[str, dict[str, Any]] = {
-    "margin": {**MARGIN, "drift_compensation": "auto"},
-    "margin, dot, as published": {
-        "false_negative_margin": 2.0,
-        "temperature": 2.0,
-        "drift_compensation": "none",
-        "normalize_by": "all",
-    },
-    "guide": {"guide_margin": 0.05, "drift_compensation": "mean", "similarity": "cos", "temperature": 0.1},
-    "guide, relative": {"guide_margin": 0.1, "guide_margin_strategy": "relative", "drift_compensation": "none"},
-    "both": {**MARGIN, "guide_margin": -0.1, "bank_hard_negatives": False, "bank_weight": 0.5},
-    # What is above a margin was decided when they met. Since then two means have moved, which the oracle does not know.
-    "both, of all directions": {**EVERY, "drift_compensation": "none"},
-    "both, of all directions, local rows": {**EVERY, "query_bank_size": 0},
-    "both, passages alone": {**MARGIN, "guide_margin": 0.0, "query_bank_size": 0},
-}
+ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+RULES = [
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "drift_compensation": "auto",
+        },
+        False,
+        id="margin",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 2.0,
+            "temperature": 2.0,
+            "drift_compensation": "none",
+            "normalize_by": "all",
+        },
+        False,
+        id="margin, dot product",
+    ),
+    pytest.param(
+        {
+            "guide_margin": 0.05,
+            "drift_compensation": "mean",
+            "similarity": "cos",
+            "temperature": 0.1,
+        },
+        True,
+        id="guide",
+    ),
+    pytest.param(
+        {
+            "guide_margin": 0.1,
+            "guide_margin_strategy": "relative",
+            "drift_compensation": "none",
+        },
+        True,
+        id="guide, relative margin",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "guide_margin": -0.1,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "bank_hard_negatives": False,
+            "bank_weight": 0.5,
+        },
+        True,
+        id="margin and guide",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "guide_margin": -0.1,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "directions": ALL_DIRECTIONS,
+            "hardness_mode": "all_negatives",
+            "hardness_strength": 3.0,
+            "drift_compensation": "mean",
+        },
+        True,
+        id="margin and guide, all directions",
+    ),
+    pytest.param(
+        {
+            "false_negative_margin": 0.1,
+            "guide_margin": 0.0,
+            "similarity": "cos",
+            "temperature": 0.1,
+            "query_bank_size": 0,
+        },
+        True,
+        id="margin and guide, passage bank alone",
+    ),
+]
 
 
-def draw(n: int, h: int, generator: torch.Generator) -> list[list[Tensor]]:
-    """Embeddings of n pairs with h hard negatives, and a guide's; passages lie near their queries."""
-    found = []
-    for d in (8, 5):
-        queries = torch.randn(n, d, generator=generator, dtype=torch.float64)
-        passages, negatives = (torch.randn(n, *x, d, generator=generator, dtype=torch.float64) for x in ((), (h,)))
-        found.append([queries, passages + 0.5 * queries, *([negatives + 0.2 * queries[:, None]] if h else [])])
-    return found
-
-
-@pytest.mark.parametrize(("bank_size", "steps"), [(0, 8), (12, 24), (128, 24), (400, 24)])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_micro_step_equals_the_dense_loss_with_what_was_decided_as_rows_and_columns_met(rule, bank_size, steps):
-    """Over wraps, ids, hard negatives, ragged micro-batches, updates and drift; more than a hundredth is left out.
-
-    Where nothing drifts and the bank holds the rest of the batch, that is the full batch's: see test_directions.py.
-    """
+@pytest.mark.parametrize("bank_size", [12, 70])
+@pytest.mark.parametrize(("settings", "has_guide"), RULES)
+def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
+    settings, has_guide, bank_size
+):
+    """Passages lie near their queries; more than a hundredth of the columns is left out."""
     generator = torch.Generator().manual_seed(bank_size)
-    settings = {k: x for k, x in RULES[rule].items() if bank_size or k != "query_bank_size"}
     loss_fn = BankedInfoNCE(bank_size, **settings)
-    history, worst, shares = History(loss_fn), 0.0, []
-    for step in range(steps):
-        n, h = [4, 4, 3, 4, 1, 7, 30 if bank_size < 400 else 120][step % 7], step % 3
+    reference = DenseReference(bank_size, **settings)
+    probe = draw_embeddings(4)
+    largest_error = 0.0
+    masked_shares = []
+    for step in range(21):
+        n = [4, 4, 3, 4, 1, 7, 30][step % 7]
+        h = step % 3
         if step % 3 == 2:
             loss_fn.end_update()
-        inputs, seen = draw(n, h, generator)
-        guide = seen if "guide" in rule or "both" in rule else []
-        inputs = [x + 0.02 * step for x in inputs]
-        ids = [torch.randint(60, x.shape[:-1], generator=generator) for x in inputs]
-        named = dict(zip(("query_ids", "passage_ids", "negative_ids"), ids, strict=False))
-        ours, dense = leaves(inputs), leaves(inputs)
-        expected = history.dense(dense, ids, guide)
-        loss = loss_fn(*ours, **named, guide=guide)
+            reference.end_update()
+        if step % 9 == 8:
+            loss_fn.observe_probe(probe[0] + 0.1 * step, probe[1] - 0.1 * step)
+            reference.observe_probe(probe[0] + 0.1 * step, probe[1] - 0.1 * step)
+        texts = draw_texts(n, h, 8, generator)
+        batch = [x + 0.02 * step for x in texts]
+        guide = draw_texts(n, h, 5, generator) if has_guide else []
+        ids = draw_ids(batch, 60, generator)
+        ours = as_leaves(batch)
+        dense = as_leaves(batch)
+        loss = call_loss(loss_fn, ours, ids, guide)
+        expected = reference.micro_step(dense, ids, guide)
         loss.backward()
         expected.backward()
-        worst = max(worst, *errors(loss, ours, expected, dense))
-        assert loss_fn.last["masked"].item() == pytest.approx(history.masked_share, abs=1e-6)
-        shares.append(history.masked_share)
-        if bank_size:
-            history.add(inputs, ids, guide)
-    assert worst <= 1e-12
-    assert loss_fn.bank is None or loss_fn.bank.pairs > bank_size
-    assert 0.01 < sum(shares) / len(shares) < 0.9
+        largest_error = max(largest_error, *relative_errors(loss, ours, expected, dense))
+        masked_share = loss_fn.last["masked"].item()
+        assert masked_share == pytest.approx(reference.masked_share, abs=1e-6)
+        masked_shares.append(masked_share)
+    assert largest_error <= 1e-12
+    assert reference.oldest_in_use > 0
+    assert 0.01 < sum(masked_shares) / len(masked_shares) < 0.9
 
 
-def test_a_row_whose_columns_are_all_too_good_costs_nothing_and_moves_nothing():
+def draw_texts(n: int, h: int, d: int, generator: torch.Generator) -> list[Tensor]:
+    """Draw embeddings whose passages and hard negatives lie near their queries."""
+    embeddings = draw_embeddings(n, h, d, generator)
+    embeddings[1] = embeddings[1] + 0.5 * embeddings[0]
+    if h > 0:
+        embeddings[2] = embeddings[2] + 0.2 * embeddings[0][:, None]
+    return embeddings
+
+
+def test_without_a_bank_the_rules_hold_within_the_micro_batch():
+    settings = {"false_negative_margin": 0.1, "guide_margin": -0.1, "similarity": "cos"}
+    generator = torch.Generator().manual_seed(0)
+    loss_fn = BankedInfoNCE(0, **settings)
+    reference = DenseReference(0, **settings)
+    for h in (0, 2):
+        batch = draw_texts(9, h, 8, generator)
+        guide = draw_texts(9, h, 5, generator)
+        ids = draw_ids(batch, 20, generator)
+        ours = as_leaves(batch)
+        dense = as_leaves(batch)
+        loss = call_loss(loss_fn, ours, ids, guide)
+        expected = reference.micro_step(dense, ids, guide)
+        loss.backward()
+        expected.backward()
+        assert max(relative_errors(loss, ours, expected, dense)) <= 1e-12
+        assert loss_fn.last["masked"].item() == pytest.approx(reference.masked_share, abs=1e-6)
+        assert reference.masked_share > 0.01
+
+
+def test_a_row_whose_columns_are_all_masked_has_no_loss_and_no_gradient():
     queries = torch.eye(4, dtype=torch.float64)
-    passages = -queries + 0.5  # every other passage scores above the own
+    passages = -queries + 0.5  # every other passage scores above the row's positive
     loss_fn = BankedInfoNCE(bank_size=8, false_negative_margin=0.0, drift_compensation="none")
     for _ in range(4):
-        inputs = leaves([queries, passages])
+        inputs = as_leaves([queries, passages])
         loss = loss_fn(*inputs, query_ids=torch.arange(4))
         loss.backward()
-        assert loss.item() == 0.0 and all((x.grad == 0).all() for x in inputs)
+        assert loss.item() == 0.0
+        assert all((x.grad == 0).all() for x in inputs)
     assert loss_fn.last["masked"] == 1.0
 
 
-def test_a_guide_that_embeds_other_texts_or_other_numbers_is_refused():
-    (queries, passages), guide = draw(3, 0, torch.Generator())
+def test_a_guide_of_other_texts_or_of_another_size_is_refused():
+    queries, passages = draw_embeddings(3)
+    guide = draw_embeddings(3, d=5)
     loss_fn = BankedInfoNCE(4)
     with pytest.raises(ValueError, match="the guide must embed the same texts"):
         loss_fn(queries, passages, guide=[guide[0], guide[1][:2]])
     loss_fn(queries, passages, guide=guide)
-    for other in ([], [x[:, :4] for x in guide]):
+    smaller_guide = [x[:, :4] for x in guide]
+    for other_guide in ([], smaller_guide):
         with pytest.raises(ValueError, match="size 5"):
-            loss_fn(queries, passages, guide=other)
+            loss_fn(queries, passages, guide=other_guide)
+
+
+def test_a_probe_is_observed_between_micro_batches_with_a_guide():
+    queries, passages = draw_embeddings(3)
+    loss_fn = BankedInfoNCE(8)
+    loss_fn.observe_probe(queries, passages)
+    loss_fn(queries, passages, guide=draw_embeddings(3, d=5))
+    loss_fn.observe_probe(queries + 1.0, passages)
+    loss_fn(queries, passages, guide=draw_embeddings(3, d=5, seed=1))
+    assert loss_fn.bank.in_use == 6
+
+
+def make_pairs(query_ids: Tensor, document_ids: Tensor) -> Pairs:
+    """Make pairs with ids (2, n) and (2, n, 1 + h), and no embeddings."""
+    n, width = document_ids.shape[1:]
+    return Pairs(
+        queries=torch.zeros(n, 1),
+        documents=torch.zeros(n, width, 1),
+        query_ids=query_ids,
+        document_ids=document_ids,
+        positive_logits=torch.zeros(n),
+        valid=torch.ones(n, width, dtype=torch.bool),
+    )
+
+
+def test_rules_by_ids_equal_a_loop_with_any_int64_and_missing_ids():
+    generator = torch.Generator().manual_seed(1)
+    values = torch.tensor([NO_ID, NO_ID + 1, -1, 0, 1, 2**62, 2**63 - 1])
+
+    def draw(*shape: int) -> Tensor:
+        return values[torch.randint(len(values), shape, generator=generator)]
+
+    num_same = 0
+    num_listed = 0
+    for _ in range(15):
+        rows = make_pairs(draw(2, 6), draw(2, 6, 2))
+        columns = make_pairs(draw(2, 9), draw(2, 9, 2))
+        listed_queries = draw(5)
+        listed_documents = draw(5)
+        table = PositivesTable(listed_queries, listed_documents)
+        listed_pairs = set(zip(listed_queries.tolist(), listed_documents.tolist(), strict=True))
+        logits = torch.zeros(6, 9, 2)
+        is_same = is_same_text(rows, columns, logits)
+        is_listed = table.is_listed(rows, columns, logits)
+        for row in range(6):
+            for column in range(9):
+                for k in range(2):
+                    expected = False
+                    for kind in range(2):
+                        positive_id = int(rows.document_ids[kind, row, 0])
+                        query_id = int(rows.query_ids[kind, row])
+                        if positive_id == columns.document_ids[kind, column, k] != NO_ID:
+                            expected = True
+                        if k == 0 and query_id == columns.query_ids[kind, column] != NO_ID:
+                            expected = True
+                    pair = (int(rows.query_ids[0, row]), int(columns.document_ids[0, column, k]))
+                    expected_listed = pair in listed_pairs and NO_ID not in pair
+                    assert bool(is_same[row, column, k]) == expected
+                    assert bool(is_listed[row, column, k]) == expected_listed
+                    num_same += expected
+                    num_listed += expected_listed
+    assert num_same > 200
+    assert num_listed > 50
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(40, 15), (15, 40)])
+def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
+    """Looked up by its queries or by its passages, whichever are fewer."""
+    generator = torch.Generator().manual_seed(2)
+    listed = torch.randint(-500, 500, (2, 3000), generator=generator)
+    table = PositivesTable(listed[0], listed[1])
+    listed_pairs = set(zip(listed[0].tolist(), listed[1].tolist(), strict=True))
+    ids = torch.randint(-600, 600, (2, num_rows), generator=generator)
+    ids[0, :5] = listed[0, :5]
+    column_ids = torch.randint(-600, 600, (2, num_columns, 1), generator=generator)
+    column_ids[0, :5, 0] = listed[1, :5]
+    rows = make_pairs(ids, torch.full((2, num_rows, 1), NO_ID))
+    columns = make_pairs(torch.full((2, num_columns), NO_ID), column_ids)
+    logits = torch.zeros(num_rows, num_columns, 1)
+    is_listed = table.is_listed(rows, columns, logits)
+    for row in range(num_rows):
+        for column in range(num_columns):
+            pair = (int(ids[0, row]), int(column_ids[0, column, 0]))
+            assert bool(is_listed[row, column, 0]) == (pair in listed_pairs)
+    assert is_listed.sum() >= 5
+
+    swapped_rows = make_pairs(column_ids[:, :, 0], torch.full((2, num_columns, 1), NO_ID))
+    swapped_columns = make_pairs(torch.full((2, num_rows), NO_ID), ids[:, :, None])
+    swapped_logits = torch.zeros(num_columns, num_rows, 1)
+    is_listed_swapped = table.swapped().is_listed(swapped_rows, swapped_columns, swapped_logits)
+    assert torch.equal(is_listed_swapped[:, :, 0], is_listed[:, :, 0].T)

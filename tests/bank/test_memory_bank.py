@@ -1,78 +1,129 @@
-"""MemoryBank against a Python list, and its sums against those of the dense block."""
+"""MemoryBank: which pairs are in use, and its log-sums against those of the dense block."""
+
+from __future__ import annotations
+
+import math
 
 import pytest
 import torch
+from contaccum import MemoryBank
+from contaccum.bank.logits import NO_ID
 from torch import Tensor
 
-from contaccum import MemoryBank
-from contaccum.bank.memory_bank import NO_ID
+from micro_batches import draw_embeddings
 
 
-def rows(n: int, start: int, d: int = 3) -> Tensor:
+def numbered_rows(n: int, start: int, d: int = 3) -> Tensor:
+    """Make rows (n, d) that hold their number."""
     return (start + torch.arange(n, dtype=torch.float32))[:, None].expand(n, d)
 
 
-def in_use(bank: MemoryBank) -> Tensor:
-    """Slots of the pairs in use, oldest first."""
-    return torch.arange(bank.first, bank.pairs) % bank.slots
+def slots_in_use(bank: MemoryBank) -> Tensor:
+    """Return the slots of the pairs in use, oldest first."""
+    return torch.arange(bank.oldest_in_use, bank.total_enqueued) % bank.num_slots
 
 
-@pytest.mark.parametrize("bank_size", [1, 5, 8, 100, 128])
-@pytest.mark.parametrize("sizes", [[2, 2, 2, 2, 2], [3, 1, 4, 1, 5], [9, 2], [1] * 20, [150, 30, 30, 77]])
-def test_bank_keeps_the_last_pairs_in_slots_that_wrap(bank_size, sizes):
-    bank, seen = MemoryBank(bank_size, 3), 0
+@pytest.mark.parametrize(("bank_size", "block_size"), [(1, 1), (5, 1), (8, 1), (100, 2), (128, 4)])
+@pytest.mark.parametrize(
+    "sizes", [[2, 2, 2, 2, 2], [3, 1, 4, 1, 5], [9, 2], [1] * 20, [150, 30, 30, 77]]
+)
+def test_the_bank_holds_the_last_pairs_in_slots_that_wrap(bank_size, block_size, sizes):
+    bank = MemoryBank(bank_size, 3)
+    assert bank.block_size == block_size
+    total = 0
     for n in sizes:
-        ids = torch.arange(seen, seen + n)
-        bank.enqueue(rows(n, seen), rows(n, seen) + 0.5, query_ids=ids, passage_ids=ids + 1000)
-        seen += n
-        slots = in_use(bank)
-        assert bank.block == {100: 2, 128: 4}.get(bank_size, 1)
-        assert min(seen, bank_size - bank.block + 1) <= bank.in_use <= min(seen, bank_size)
-        assert bank.ids[0, slots, 0].tolist() == list(range(seen - bank.in_use, seen))
-        assert int((bank.absent == 0).sum()) == bank.in_use
-        # Aligned: whatever slot a pair is in, its parts are together.
-        assert torch.equal(bank.queries[slots][:, 0], bank.ids[0, slots, 0].float())
+        ids = torch.arange(total, total + n)
+        queries = numbered_rows(n, total)
+        bank.enqueue(queries, queries + 0.5, query_ids=ids, passage_ids=ids + 1000)
+        total += n
+        slots = slots_in_use(bank)
+        assert min(total, bank_size - block_size + 1) <= bank.in_use <= min(total, bank_size)
+        assert bank.query_ids[0, slots].tolist() == list(range(total - bank.in_use, total))
+        assert int(bank.valid.sum()) == bank.in_use
+        assert bank.valid[slots].all()
+        # The parts of a pair lie in one slot.
+        assert torch.equal(bank.queries[slots][:, 0], bank.query_ids[0, slots].float())
         assert torch.equal(bank.passages[slots], bank.queries[slots] + 0.5)
-        assert torch.equal(bank.ids[1, slots], bank.ids[0, slots] + 1000)
+        assert torch.equal(bank.document_ids[0, slots, 0], bank.query_ids[0, slots] + 1000)
 
 
 @pytest.mark.parametrize("bank_size", [7, 90, 300])
-def test_sums_are_those_of_the_dense_block_without_a_loss(bank_size):
+def test_log_sums_of_pairs_enqueued_without_a_loss_equal_the_dense_block(bank_size):
     bank = MemoryBank(bank_size, 4, hard_negatives=1, dtype=torch.float64, temperature=0.5)
     generator = torch.Generator().manual_seed(0)
     for step in range(60):
-        n, h = 1 + step * 5 % 13, step % 2
-        shapes = [(n, 4), (n, 4), (n, h, 4)][: 2 + h]
-        inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        bank.enqueue(*inputs)
+        n = 1 + step * 5 % 13
+        bank.enqueue(*draw_embeddings(n, step % 2, 4, generator))
         if step == 30:
             bank.retire_all()
-        slots = in_use(bank)
-        scores = bank.queries[slots] @ bank.columns[slots].flatten(0, 1).T / 0.5
-        scores = scores.masked_fill(bank.absent[slots].flatten() < 0, -torch.inf).view(len(scores), len(scores), 2)
-        scores[:, :, 0].fill_diagonal_(-torch.inf)  # of negatives alone
-        exact = scores.flatten(1).logsumexp(1).clamp_min(bank.low)
-        assert torch.allclose(bank.log_sum[slots], exact, rtol=1e-13, atol=0)
-        own = (bank.queries[slots] * bank.passages[slots]).sum(1) / 0.5
-        assert torch.allclose(bank.positive[slots], own, rtol=1e-12, atol=1e-13)
+        if step == 45:
+            bank.retire(bank.total_enqueued - bank_size // 2)
+        slots = slots_in_use(bank)
+        num_rows = len(slots)
+        logits = bank.queries[slots] @ bank.documents[slots].flatten(0, 1).T / 0.5
+        logits = logits.masked_fill(~bank.valid[slots].flatten(), -math.inf)
+        logits = logits.unflatten(1, (num_rows, 2))
+        logits[:, :, 0].fill_diagonal_(-math.inf)  # a row's positive is none of its negatives
+        exact = logits.flatten(1).logsumexp(1)
+        log_sums = bank.log_sums[slots]
+        has_negatives = exact > -math.inf
+        assert torch.allclose(log_sums[has_negatives], exact[has_negatives], rtol=1e-13, atol=0)
+        assert (log_sums[~has_negatives] < -1e29).all()
+        positive_logits = (bank.queries[slots] * bank.passages[slots]).sum(1) / 0.5
+        assert torch.allclose(bank.positive_logits[slots], positive_logits, rtol=1e-12, atol=1e-13)
 
 
-def test_pairs_count_from_the_update_that_they_came_in():
-    bank = MemoryBank(6, 3)
-    for start in (0, 2, 4, 6):
-        bank.enqueue(rows(2, start), rows(2, start))
-        bank.end_update()
-    assert (bank.updates, bank.age, bank.in_use, bank.aged) == (4, 3, 6, 6)
-    bank.enqueue(rows(2, 8), rows(2, 8))
-    assert (bank.age, bank.in_use, bank.aged) == (2, 6, 4)
+def test_ids_mask_duplicates_of_pairs_enqueued_without_a_loss():
+    bank = MemoryBank(8, 3, dtype=torch.float64)
+    queries, passages = draw_embeddings(2, d=3)
+    bank.enqueue(queries, passages, passage_ids=torch.tensor([1, 2]))
+    bank.enqueue(queries[:1], passages[1:], passage_ids=torch.tensor([2]))
+    log_sums = bank.log_sums[slots_in_use(bank)]
+    scores = queries @ passages.T
+    both = torch.stack([scores[0, 1], scores[0, 1]]).logsumexp(0)
+    assert log_sums.tolist() == pytest.approx(
+        [both.item(), scores[1, 0].item(), scores[0, 0].item()]
+    )
 
 
-def test_missing_ids_and_negatives_are_marked_and_a_slot_used_again_forgets_its_old_ones():
-    bank, one = MemoryBank(2, 3, hard_negatives=2), torch.tensor([1])
-    bank.enqueue(rows(1, 0), rows(1, 0), torch.ones(1, 1, 3), one, one, torch.tensor([[7]]))
-    bank.enqueue(rows(1, 1), rows(1, 1))
-    assert bank.ids[1].tolist() == [[1, 7, NO_ID], [NO_ID] * 3]
-    assert (bank.absent == 0).tolist() == [[True, True, False], [True, False, False]]
-    bank.enqueue(rows(1, 2), rows(1, 2))
-    assert (bank.ids[:, 0] == NO_ID).all()
-    assert (bank.absent[0] == 0).tolist() == [True, False, False]
+def test_retiring_forgets_whole_blocks():
+    bank = MemoryBank(64, 3)
+    bank.enqueue(numbered_rows(10, 0), numbered_rows(10, 0))
+    bank.retire(3)
+    assert (bank.block_size, bank.oldest_in_use, bank.in_use) == (2, 4, 6)
+    assert bank.valid[:10, 0].tolist() == [False] * 4 + [True] * 6
+    bank.retire(1)
+    assert bank.oldest_in_use == 4
+    bank.retire_all()
+    assert bank.in_use == 0
+    assert bank.fill == 10
+    assert not bank.valid.any()
+
+
+def test_a_slot_that_is_used_again_holds_no_ids_or_negatives_of_its_old_pair():
+    bank = MemoryBank(2, 3, hard_negatives=2)
+    first_id = torch.tensor([1])
+    first = numbered_rows(1, 0)
+    bank.enqueue(first, first, torch.ones(1, 1, 3), first_id, first_id, torch.tensor([[7]]))
+    bank.enqueue(numbered_rows(1, 1), numbered_rows(1, 1))
+    assert bank.document_ids[0].tolist() == [[1, 7, NO_ID], [NO_ID] * 3]
+    assert bank.valid.tolist() == [[True, True, False], [True, False, False]]
+    bank.enqueue(numbered_rows(1, 2), numbered_rows(1, 2))
+    assert (bank.document_ids[:, 0] == NO_ID).all()
+    assert (bank.query_ids[:, 0] == NO_ID).all()
+    assert bank.valid[0].tolist() == [True, False, False]
+
+
+def test_room_for_more_hard_negatives_changes_nothing_that_is_stored():
+    bank = MemoryBank(4, 3, dtype=torch.float64)
+    queries, passages, negatives = draw_embeddings(2, h=2, d=3)
+    bank.enqueue(queries, passages)
+    log_sums = bank.log_sums[:2].clone()
+    bank.fit(3, hard_negatives=2)
+    assert torch.equal(bank.log_sums[:2], log_sums)
+    assert torch.equal(bank.passages[:2], passages)
+    assert bank.negatives.shape == (4, 2, 3)
+    bank.enqueue(queries, passages, negatives)
+    assert torch.equal(bank.negatives[2:], negatives)
+    with pytest.raises(ValueError, match="size 5 do not fit a bank of size 3"):
+        bank.fit(5, hard_negatives=2)

@@ -1,4 +1,6 @@
-"""Updates are counted whatever steps the encoder: optimizers of all or a part of it, of copies, of flat pieces."""
+"""Updates are counted, whether an optimizer steps all weights, a part, copies or flat pieces."""
+
+from __future__ import annotations
 
 import copy
 import logging
@@ -7,9 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from contaccum import BankedInfoNCE
+from torch import Tensor, nn
 
 K, N, D = 3, 8, 16
 
@@ -19,18 +20,30 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, D))
 
 
-def pairs(updates: int, k: int = K, n: int = N) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    for update in range(updates):
+def draw_updates(
+    num_updates: int, micro_steps: int = K, n: int = N
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield the micro-batches of each update: inputs of queries and of passages, (n, 6) each."""
+    for update in range(num_updates):
         generator = torch.Generator().manual_seed(update)
-        yield [(torch.randn(n, 6, generator=generator), torch.randn(n, 6, generator=generator)) for _ in range(k)]
+        micro_batches = []
+        for _ in range(micro_steps):
+            queries = torch.randn(n, 6, generator=generator)
+            passages = torch.randn(n, 6, generator=generator)
+            micro_batches.append((queries, passages))
+        yield micro_batches
 
 
 def train(
-    model: nn.Module, loss_fn: BankedInfoNCE, step: Callable[[], None], end_update: str = "never", updates: int = 6
+    model: nn.Module,
+    loss_fn: BankedInfoNCE,
+    step: Callable[[], None],
+    end_update: str = "never",
+    num_updates: int = 6,
 ) -> list[float]:
-    """Losses of a loop that calls `end_update` "before" the optimizer's step, "after" it, or "never"."""
+    """Return losses of a loop that calls `end_update` "before" or "after" the step, or "never"."""
     losses = []
-    for micro_batches in pairs(updates):
+    for micro_batches in draw_updates(num_updates):
         for queries, passages in micro_batches:
             loss = loss_fn(model(queries), model(passages)) / K
             loss.backward()
@@ -45,86 +58,109 @@ def train(
 
 
 def count_updates(loss_fn: BankedInfoNCE) -> int:
-    """The number of updates, the last of them included, which the next micro-step would notice."""
-    loss_fn.state_dict()
-    return loss_fn.bank.updates
+    """Return the number of updates, with the last one, which the next micro-step would notice."""
+    copied = copy.deepcopy(loss_fn)
+    copied.end_pending_update()
+    return copied.clock.num_updates
 
 
 def adam(model: nn.Module, fused: bool = False) -> Callable[[], None]:
+    """Return a function that steps AdamW over all weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    return lambda: optimizer.step() and None
+
+    def step() -> None:
+        optimizer.step()
+
+    return step
 
 
-def adam_over_copies(model: nn.Module, flat: bool, one_by_one: bool = False) -> Callable[[], None]:
-    """An optimizer over float32 copies of the weights, or over one flat copy, as engines keep them.
+def adam_over_copies(model: nn.Module, is_flat: bool, by_group: bool = False) -> Callable[[], None]:
+    """Return a step of an optimizer over float32 copies of the weights, as engines hold them.
 
-    With ``one_by_one``, each group of weights is stepped by itself, as in ZeRO.
+    Args:
+        is_flat: whether there is one flat copy of all weights.
+        by_group: whether each group of weights is stepped by itself, as in ZeRO.
     """
-    parameters = [*model.parameters()]
+    parameters = list(model.parameters())
     copies = [p.detach().clone() for p in parameters]
-    if flat:
+    if is_flat:
         copies = [torch.cat([p.flatten() for p in copies])]
     copies = [nn.Parameter(x) for x in copies]
     optimizer = torch.optim.AdamW([{"params": [x]} for x in copies], lr=1e-2)
 
     def step() -> None:
         gradients = [p.grad for p in parameters]
-        if flat:
-            gradients = [torch.cat([g.flatten() for g in gradients])]
-        for held, gradient in zip(copies, gradients, strict=True):
-            held.grad = gradient.clone()
+        if is_flat:
+            gradients = [torch.cat([gradient.flatten() for gradient in gradients])]
+        for copied, gradient in zip(copies, gradients, strict=True):
+            copied.grad = gradient.clone()
         groups = optimizer.param_groups
-        for stepped_at_once in [[group] for group in groups] if one_by_one else [groups]:
-            optimizer.param_groups = stepped_at_once
+        if by_group:
+            for group in groups:
+                optimizer.param_groups = [group]
+                optimizer.step()
+            optimizer.param_groups = groups
+        else:
             optimizer.step()
-        optimizer.param_groups = groups
-        new = copies[0].split([p.numel() for p in parameters]) if flat else copies
+        new_values = copies
+        if is_flat:
+            new_values = copies[0].split([p.numel() for p in parameters])
         with torch.no_grad():
-            for p, x in zip(parameters, new, strict=True):
-                p.copy_(x.view_as(p))
+            for parameter, new_value in zip(parameters, new_values, strict=True):
+                parameter.copy_(new_value.view_as(parameter))
 
     return step
 
 
-@pytest.mark.parametrize("drift", ["auto", "mean", "fresh", "none"])
+@pytest.mark.parametrize("drift_compensation", ["auto", "mean", "fresh", "none"])
 @pytest.mark.parametrize("end_update", ["after", "before"])
-def test_a_loop_without_end_update_equals_one_that_calls_it(drift, end_update):
+def test_a_loop_without_end_update_equals_one_that_calls_it(drift_compensation, end_update):
     results = []
     for calls in ("never", end_update):
         model = encoder()
-        loss_fn = BankedInfoNCE(bank_size=40, temperature=0.5, drift_compensation=drift)
+        loss_fn = BankedInfoNCE(
+            bank_size=40, temperature=0.5, drift_compensation=drift_compensation
+        )
         losses = train(model, loss_fn, adam(model), calls)
         loss_fn(torch.randn(N, D), torch.randn(N, D))
-        results.append((losses, loss_fn.bank.updates, loss_fn.bank.age, [*model.parameters()]))
-    without, with_calls = results
-    assert without[1] == 6
-    assert without[:3] == with_calls[:3]
-    assert all(torch.equal(a, b) for a, b in zip(without[3], with_calls[3], strict=True))
+        assert loss_fn.clock.num_updates == 6
+        results.append((losses, loss_fn.bank_age, list(model.parameters())))
+    losses, bank_age, parameters = results[0]
+    expected_losses, expected_age, expected_parameters = results[1]
+    assert losses == expected_losses
+    assert bank_age == expected_age
+    for parameter, expected in zip(parameters, expected_parameters, strict=True):
+        assert torch.equal(parameter, expected)
 
 
-OVER_COPIES = [
-    partial(adam_over_copies, flat=False),
-    partial(adam_over_copies, flat=True),
-    partial(adam_over_copies, flat=False, one_by_one=True),
-]
-
-
-@pytest.mark.parametrize("make_step", [adam, partial(adam, fused=True), *OVER_COPIES])
-def test_every_update_counts_once_of_an_optimizer_over_the_weights_or_copies_of_them(make_step):
-    model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
+@pytest.mark.parametrize(
+    "make_step",
+    [
+        adam,
+        partial(adam, fused=True),
+        partial(adam_over_copies, is_flat=False),
+        partial(adam_over_copies, is_flat=True),
+        partial(adam_over_copies, is_flat=False, by_group=True),
+    ],
+    ids=["weights", "fused", "copies", "flat copy", "one group at a time"],
+)
+def test_every_update_counts_once_whatever_the_optimizer_steps(make_step):
+    model = encoder()
+    loss_fn = BankedInfoNCE(bank_size=64)
     train(model, loss_fn, make_step(model))
     assert count_updates(loss_fn) == 6
     restored = BankedInfoNCE(bank_size=64)
     restored.load_state_dict(loss_fn.state_dict())
-    assert restored.bank.updates == 6
+    assert count_updates(restored) == 6
 
 
 def test_updates_of_a_single_trained_number_count():
-    model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
+    model = encoder()
     model.requires_grad_(False)
+    loss_fn = BankedInfoNCE(bank_size=64)
     scale = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([scale], lr=0.1)
-    for micro_batches in pairs(6):
+    for micro_batches in draw_updates(6):
         for queries, passages in micro_batches:
             loss_fn(model(queries) * scale, model(passages)).backward()
         optimizer.step()
@@ -132,9 +168,10 @@ def test_updates_of_a_single_trained_number_count():
 
 
 def test_steps_without_a_training_forward_before_them_do_not_count():
-    model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
+    model = encoder()
+    loss_fn = BankedInfoNCE(bank_size=64)
     step = adam(model)
-    train(model, loss_fn, step, updates=2)
+    train(model, loss_fn, step, num_updates=2)
     for _ in range(3):
         step()
     loss_fn.eval()
@@ -143,23 +180,70 @@ def test_steps_without_a_training_forward_before_them_do_not_count():
     assert count_updates(loss_fn) == 2
 
 
+def test_an_update_counts_if_a_probe_comes_between_its_last_micro_step_and_the_optimizer_step():
+    model = encoder()
+    loss_fn = BankedInfoNCE(bank_size=64)
+    step = adam(model)
+    probe = torch.randn(4, D)  # does not move, so nothing retires
+
+    def observe_probe_and_step() -> None:
+        loss_fn.observe_probe(probe, probe)
+        step()
+
+    train(model, loss_fn, observe_probe_and_step)
+    assert count_updates(loss_fn) == 6
+    loss_fn(torch.randn(N, D), torch.randn(N, D))
+    assert loss_fn.bank_age == 3  # 56 of the bank's 64 pairs came before: in three updates of 24
+
+
+def test_pairs_are_as_old_as_the_update_that_they_came_in():
+    loss_fn = BankedInfoNCE(bank_size=6, drift_compensation="none")
+    for _ in range(4):
+        loss_fn(torch.randn(2, D), torch.randn(2, D))
+        loss_fn.end_update()
+    assert loss_fn.clock.num_updates == 4
+    loss_fn(torch.randn(2, D), torch.randn(2, D))
+    assert loss_fn.bank.in_use == 6
+    assert loss_fn.bank_age == 2  # of the third, the fourth and the present update
+    assert loss_fn.drift_record()["bank_age"] == 2
+
+
+@pytest.mark.parametrize("bank_size", [0, 16])
+def test_the_state_does_not_grow_with_the_number_of_updates(bank_size):
+    model = encoder()
+    loss_fn = BankedInfoNCE(bank_size)
+    step = adam(model)
+    lengths = []
+    for _ in range(3):
+        train(model, loss_fn, step)
+        lengths.append(len(loss_fn.clock.state()))
+    assert lengths[0] == lengths[1] == lengths[2]
+
+
 def test_a_copy_of_a_loss_counts_its_own_updates():
-    model, loss_fn = encoder(), BankedInfoNCE(bank_size=64)
-    train(model, loss_fn, adam(model), updates=2)
+    model = encoder()
+    loss_fn = BankedInfoNCE(bank_size=64)
+    train(model, loss_fn, adam(model), num_updates=2)
+    loss_fn.end_pending_update()
+    copied_loss_fn = copy.deepcopy(loss_fn)
+    copied_model = copy.deepcopy(model)
+    train(copied_model, copied_loss_fn, adam(copied_model), num_updates=3)
     assert count_updates(loss_fn) == 2
-    copied_loss, copied_model = copy.deepcopy(loss_fn), copy.deepcopy(model)
-    train(copied_model, copied_loss, adam(copied_model), updates=3)
-    assert (count_updates(loss_fn), count_updates(copied_loss)) == (2, 5)
+    assert count_updates(copied_loss_fn) == 5
 
 
-def test_where_no_step_can_be_seen_one_warning_says_so_and_entries_count_as_old(caplog):
-    model, loss_fn = encoder(), BankedInfoNCE(bank_size=256)
+def test_if_no_step_is_noticed_a_warning_says_so_and_entries_count_as_aged(caplog):
+    model = encoder()
+    loss_fn = BankedInfoNCE(bank_size=256)
     with caplog.at_level(logging.WARNING):
-        for micro_batches in pairs(5, k=8, n=128):
+        for micro_batches in draw_updates(5, micro_steps=8, n=128):
             for queries, passages in micro_batches:
                 loss_fn(model(queries), model(passages)).backward()
-            for p in model.parameters():
-                p.data -= 1e-2 * p.grad
+            for parameter in model.parameters():
+                parameter.data -= 1e-2 * parameter.grad
     assert len(caplog.records) == 1
-    assert "no update was seen in 4,096 pairs" in caplog.text and "end_update()" in caplog.text
-    assert loss_fn.bank.aged == 256 - 128
+    assert "no update was seen in 4,096 pairs" in caplog.text
+    assert "end_update()" in caplog.text
+    passages = model(torch.randn(128, 6)).detach().requires_grad_()
+    loss_fn(model(torch.randn(128, 6)), passages).backward()
+    assert passages.grad.sum(0).abs().max() < 1e-6  # centred, as against older entries

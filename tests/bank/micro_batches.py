@@ -1,0 +1,51 @@
+"""Random micro-batches for the tests of the bank, and one call of a loss with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from contaccum import BankedInfoNCE
+from torch import Tensor
+
+
+def draw_embeddings(
+    n: int,
+    h: int = 0,
+    d: int = 8,
+    seed: int | torch.Generator = 0,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """Draw queries (n, d), passages (n, d) and, if h > 0, hard negatives (n, h, d)."""
+    generator = seed
+    if isinstance(seed, int):
+        generator = torch.Generator().manual_seed(seed)
+    shapes = [(n, d), (n, d)]
+    if h > 0:
+        shapes.append((n, h, d))
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def draw_ids(
+    embeddings: Sequence[Tensor], num_texts: int, generator: torch.Generator
+) -> list[Tensor]:
+    """Draw an id below ``num_texts`` for each query, passage and hard negative."""
+    shapes = [x.shape[:-1] for x in embeddings]
+    return [torch.randint(num_texts, shape, generator=generator) for shape in shapes]
+
+
+def as_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors to leaves that take gradients."""
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def call_loss(
+    loss_fn: BankedInfoNCE,
+    embeddings: Sequence[Tensor],
+    ids: Sequence[Tensor] = (),
+    guide: Sequence[Tensor] = (),
+) -> Tensor:
+    """Call the loss with ids by their names."""
+    names = ("query_ids", "passage_ids", "negative_ids")
+    ids_by_name = dict(zip(names, ids, strict=False))
+    return loss_fn(*embeddings, **ids_by_name, guide=guide)

@@ -1,0 +1,55 @@
+"""Settings of the loss: values that cannot work are refused, by the setting's name."""
+
+from __future__ import annotations
+
+import pytest
+from contaccum import BankedInfoNCE
+from contaccum.bank.settings import LossSettings
+from contaccum.errors import ConfigError
+
+WITHOUT_POSITIVES = ("query_to_doc", "query_to_query")
+
+
+@pytest.mark.parametrize(
+    ("message", "settings"),
+    [
+        ("bank_size", {"bank_size": -1}),
+        ("query_bank_size", {"bank_size": 4, "query_bank_size": 2}),
+        ("temperature", {"temperature": 0.0}),
+        ("similarity", {"similarity": "euclidean"}),
+        ("normalize_by", {"normalize_by": "rows"}),
+        ("drift_compensation", {"drift_compensation": "median"}),
+        ("center_gradients", {"center_gradients": "queriess"}),
+        ("bank_weight", {"bank_weight": 0.0}),
+        ("bank_weight", {"bank_weight": "auto"}),
+        ("false_negative_margin", {"false_negative_margin": -0.1}),
+        ("guide_margin_strategy", {"guide_margin_strategy": "percentage"}),
+        ("hardness_mode", {"hardness_mode": "hard", "hardness_strength": 1.0}),
+        ("hardness_strength must be above 0", {"hardness_mode": "hard_negatives"}),
+        ("directions", {"directions": ["query_to_passage"]}),
+        ("add query_to_doc", {"directions": ["doc_to_query"]}),
+        ("partition_mode must be", {"partition_mode": "separate"}),
+        (
+            "per_direction with query_to_query",
+            {"directions": WITHOUT_POSITIVES, "partition_mode": "per_direction"},
+        ),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(message, settings):
+    with pytest.raises(ConfigError, match=message):
+        BankedInfoNCE(**settings)
+    with pytest.raises(ConfigError, match=message):
+        LossSettings(**settings)
+
+
+def test_a_loss_holds_the_settings_that_it_was_made_with():
+    settings = LossSettings(
+        bank_size=8, temperature=0.05, directions=["doc_to_query", "query_to_doc"]
+    )
+    assert settings.directions == ("query_to_doc", "doc_to_query")
+    assert BankedInfoNCE.from_settings(settings).settings is settings
+    by_arguments = BankedInfoNCE(
+        bank_size=8, temperature=0.05, directions=["doc_to_query", "query_to_doc"]
+    )
+    assert by_arguments.settings == settings
+    assert BankedInfoNCE().settings == LossSettings()
