@@ -16,17 +16,15 @@ embedding size. The documents of a pair are its positive passage, then its hard 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.nn.functional import normalize
 
+from contaccum.bank.banked_module import BankedModule
 from contaccum.bank.centering import GradientCentering
-from contaccum.bank.compensation import DriftCompensation, TowerMeans
+from contaccum.bank.compensation import TowerMeans
 from contaccum.bank.diagnostics import describe_micro_step, softmax_masses
 from contaccum.bank.false_negatives import PositivesTable, make_rules
 from contaccum.bank.logits import Pairs
@@ -38,6 +36,7 @@ from contaccum.bank.micro_batch import (
     collect_micro_batch,
     join_documents,
 )
+from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.bank.row_losses import banked_row_losses, local_row_losses
 from contaccum.bank.settings import (
     CenterGradients,
@@ -49,9 +48,7 @@ from contaccum.bank.settings import (
     PartitionMode,
     Similarity,
 )
-from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_rows, world_size
-from contaccum.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ PAIRS_WITHOUT_UPDATE = 4096
 """After so many pairs without an update, or four banks, a warning says that none was noticed."""
 
 
-class BankedInfoNCE(nn.Module):
+class BankedInfoNCE(BankedModule):
     r"""InfoNCE over local and banked pairs, with gradients for the local ones.
 
     Rows are local and banked queries; columns are local and banked passages and hard negatives.
@@ -188,14 +185,9 @@ class BankedInfoNCE(nn.Module):
         return loss_fn
 
     def _init_from(self, settings: LossSettings) -> None:
-        nn.Module.__init__(self)
-        self.settings = settings
+        BankedModule.__init__(self, settings)
         self.positives: PositivesTable | None = None
-        self.bank: MemoryBank | None = None
-        self.clock = UpdateClock()
-        self.compensation = DriftCompensation(settings)
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
-        self.last: dict[str, Any] = {}
         self._has_warned = False
 
     @torch.compiler.disable  # a micro-step changes the bank in place, which dynamo cannot trace
@@ -443,147 +435,3 @@ class BankedInfoNCE(nn.Module):
         self.end_pending_update()
         if self._prepare_bank(documents, guide_dim=None) is not None:
             self.compensation.observe(queries, documents[:, 0], self.clock, self._is_shared)
-
-    def drift_record(self) -> dict[str, float]:
-        """Return the age of the bank and its drift, for a log line; reads the device.
-
-        Returns:
-            ``bank_age`` in updates, the shares of the last micro-step's softmax ``bank_mass``,
-            ``in_batch_mass`` and ``bank_mass_aged``, and `DriftProbe.record`; see docs/drift.md.
-        """
-        if self.bank is None or self.bank.total_enqueued == 0:
-            return {}
-        record: dict[str, float] = {"bank_age": self.bank_age}
-        for name in ("in_batch_mass", "bank_mass", "bank_mass_aged"):
-            mass = float(self.last.get(name, math.nan))
-            if math.isfinite(mass):
-                record[name] = mass
-        if self.compensation.probe is not None:
-            record |= self.compensation.probe.record(self.bank_age)
-        return record
-
-    # The bank and its state
-
-    @property
-    def bank_age(self) -> int:
-        """The number of updates since the oldest entry in use was encoded."""
-        return len(self.clock.update_ends)
-
-    @property
-    def _num_aged(self) -> int:
-        """The number of entries in use that an older encoder than the present one made."""
-        if self.bank is None:
-            return 0
-        return max(self.clock.update_start - self.bank.oldest_in_use, 0)
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether all ranks hold one and the same bank."""
-        return self.settings.gather_across_devices and world_size() > 1
-
-    def _bank_weight(self, bank: MemoryBank | None) -> float:
-        """Return how often a banked pair counts beside a local one."""
-        weight = self.settings.bank_weight
-        if bank is not None and weight > 1:  # so many pairs, shared by all in use
-            weight = weight / max(bank.in_use, 1)
-        return min(weight, 1.0)
-
-    def _prepare_bank(self, documents: Tensor, guide_dim: int | None) -> MemoryBank | None:
-        """Make the bank, or make it fit documents (n, 1 + h, d); None for plain InfoNCE.
-
-        ``guide_dim`` is as in `MemoryBank.fit`.
-        """
-        if not self.settings.bank_size:
-            return None
-        bank = self.bank
-        if bank is None:
-            bank = self._make_bank(documents.shape[2], documents.dtype, documents.device)
-        if bank.documents.device != documents.device:
-            self.to(documents.device)  # the model was moved, or a state was loaded elsewhere
-        num_negatives = documents.shape[1] - 1
-        if not self.settings.bank_hard_negatives:
-            num_negatives = 0
-        bank.fit(documents.shape[2], num_negatives, guide_dim)
-        return bank
-
-    def _make_bank(self, dim: int, dtype: torch.dtype, device: torch.device) -> MemoryBank:
-        bank = MemoryBank(
-            bank_size=self.settings.bank_size,
-            dim=dim,
-            dtype=dtype,
-            query_bank_size=self.settings.query_bank_size,
-            device=device,
-            temperature=self.settings.temperature,
-        )
-        self.bank = bank
-        self.compensation.make_means(dim, dtype, device)
-        return bank
-
-    def get_extra_state(self) -> Tensor:
-        """Return the state of the clock, int64, on the CPU."""
-        return self.clock.state()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Restore what `get_extra_state` returned."""
-        self.clock.load_state(state)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # The first call makes the bank, with the embedding size. A state that holds one makes it
-        # here.
-        state = {}
-        for key, value in state_dict.items():
-            if key.startswith(prefix):
-                state[key.removeprefix(prefix)] = value
-        if "bank.documents" in state:
-            self._make_bank_like(state)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _make_bank_like(self, state: dict[str, Tensor]) -> None:
-        """Make the bank that a state was saved of; `ConfigError` if the settings make another."""
-        documents = state["bank.documents"]
-        num_documents, dim = documents.shape[1:]
-        bank = self._make_bank(dim, documents.dtype, documents.device)
-        guide_documents = state.get("bank.guide.documents")
-        guide_dim = 0 if guide_documents is None else guide_documents.shape[2]
-        bank.fit(dim, num_documents - 1, guide_dim)
-        self.compensation.probe = None
-        probe = state.get("compensation.probe.embeddings")
-        if probe is not None:
-            self.compensation.make_probe_like(probe)
-        shapes = {}
-        for name, value in state.items():
-            if not name.endswith("_extra_state"):
-                shapes[name] = value.shape
-        own_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
-        bank_size = int(state["bank._extra_state"][0])
-        if shapes != own_shapes or bank_size != self.settings.bank_size:
-            raise ConfigError(
-                "this state is of another bank_size, query_bank_size or drift_compensation"
-            )
-
-
-class PrecomputedGradient(torch.autograd.Function):
-    """A loss whose gradients were computed in forward: before backward, the bank is overwritten.
-
-    The gradients stay in the dtype they were computed in (float32 at least) until the incoming
-    gradient has multiplied them. In float16 they would underflow before a gradient scaler's factor
-    could prevent that.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        """Store the gradients of the inputs."""
-        ctx.save_for_backward(*gradients)
-        ctx.input_dtypes = [x.dtype for x in inputs]
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the stored gradients times the incoming one."""
-        scaled = []
-        for gradient, dtype in zip(ctx.saved_tensors, ctx.input_dtypes, strict=True):
-            scaled.append((gradient * grad_output).to(dtype))
-        return None, None, *scaled
