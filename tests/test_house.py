@@ -17,7 +17,7 @@ from contaccum.cli import COMMANDS, main
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "contaccum").rglob("*.py"))
 SHORT_FUNCTIONS = {"bank", "comparison", "evaluation", "losses", "report", "training"}
-"""Packages whose functions have at most 60 lines; others still have longer ones, of at most 90."""
+"""Packages whose functions have bodies of at most 60 lines; others still have longer ones, of at most 90."""
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
 
 
@@ -33,8 +33,9 @@ def _name(path: Path) -> str:
 def _is_long(path: Path, node: ast.AST) -> bool:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
+    first = node.body[0].lineno  # a signature with one argument a line is not what makes a function long
     most = 60 if path.relative_to(ROOT / "contaccum").parts[0] in SHORT_FUNCTIONS else 90
-    return (node.end_lineno or 0) - node.lineno >= most
+    return (node.end_lineno or 0) - first >= most
 
 
 def test_no_module_is_over_450_lines_and_no_function_over_60_or_90():
