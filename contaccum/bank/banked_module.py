@@ -1,4 +1,7 @@
-"""What a loss holds from one micro-step to the next: bank, clock, drift compensation, and their state."""
+"""The part of a loss that lasts from one micro-step to the next.
+
+It holds the bank, the clock and the drift compensation, and saves and restores their state.
+"""
 
 from __future__ import annotations
 

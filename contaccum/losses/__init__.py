@@ -1,1 +1,4 @@
-"""Losses for sentence-transformers: they encode the columns of a data set and call the method in `contaccum.bank`."""
+"""Losses for sentence-transformers.
+
+They encode the columns of a data set and call the method in `contaccum.bank`.
+"""

@@ -1,4 +1,7 @@
-"""States of banks that ranks do not share: gathered into one state for a checkpoint, and taken apart."""
+"""States of banks that ranks do not share.
+
+They are gathered into one state for a checkpoint, and taken apart when it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ _RANK_PREFIX = "of_rank_"
 
 
 def gather_bank_states(state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Gather the states of all ranks, each under a prefix with its number. All ranks call it together."""
+    """Gather the states of all ranks, each under a prefix with the number of its rank.
+
+    All ranks call it together.
+    """
     gathered = {}
     for index, part in enumerate(gather_states(state, device)):
         for key, value in part.items():

@@ -1,4 +1,4 @@
-"""CachedContAccumLoss: ContAccumLoss over a gradient cache, for batches larger than memory allows."""
+"""CachedContAccumLoss: ContAccumLoss over a gradient cache, for batches that exceed the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from contaccum.losses.contaccum import ContAccumLoss
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
-    """`ContAccumLoss` over a gradient cache: every pair has the whole batch and the bank for negatives.
+    """`ContAccumLoss` over a gradient cache.
+
+    Every pair has the whole batch and the bank for negatives.
 
     It is to `ContAccumLoss` what CachedMultipleNegativesRankingLoss is to
     MultipleNegativesRankingLoss. The batch is encoded without gradients first, ``mini_batch_size``
@@ -39,20 +41,20 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
 
     Raises:
         ConfigError (a ValueError): for settings that cannot work, and for a StaticEmbedding, whose
-        texts lie
-            in one stream.
+            texts lie in one stream.
 
     Relations:
         - `CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch
-            without
-          duplicates.
+          without duplicates.
 
     Example:
         ```python
         loss = CachedContAccumLoss(model, bank_size=4096, mini_batch_size=8)
         args = SentenceTransformerTrainingArguments(per_device_train_batch_size=128)
-        SentenceTransformerTrainer(model=model, args=args, train_dataset=train_dataset,
-        loss=loss).train()
+        trainer = SentenceTransformerTrainer(
+            model=model, args=args, train_dataset=train_dataset, loss=loss
+        )
+        trainer.train()
         ```
     """
 

@@ -42,16 +42,17 @@ from contaccum.losses.text_ids import combine_ids, content_ids
 
 logger = logging.getLogger(__name__)
 
-CITATION = """@inproceedings{kim2024contaccum, author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},
+CITATION = """@inproceedings{kim2024contaccum,
+author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},
 title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
 booktitle={Advances in Neural Information Processing Systems}, eprint={2406.12356}}"""
 
 
 class ContAccumLoss(nn.Module):
-    """InfoNCE with banks of past queries and passages: MultipleNegativesRankingLoss for small batches.
+    """InfoNCE with banks of past queries and passages.
 
-    With ``gradient_accumulation_steps`` each micro-batch sees thousands of negatives instead of its
-    own few.
+    It is MultipleNegativesRankingLoss for small batches. With ``gradient_accumulation_steps`` each
+    micro-batch has thousands of negatives instead of its own few.
 
     Args:
         model: a SentenceTransformer, tied or with a Router.
@@ -79,24 +80,26 @@ class ContAccumLoss(nn.Module):
 
     Relations:
         - `MultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch without
-            duplicates,
-          with its ``directions``, ``partition_mode`` and hardness too. In eval mode, and without
-          gradients, the loss is that of the batch alone.
+          duplicates, with its ``directions``, ``partition_mode`` and hardness too. In eval mode,
+          and without gradients, the loss is that of the batch alone.
         - `GISTEmbedLoss` is equivalent with a ``guide``, if neither anchors nor positives are
-            contrasted
-          among themselves.
+          contrasted among themselves.
         - It works inside `MatryoshkaLoss`, where each dimension has a bank of its own. It does not
-            work
-          inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same micro-batch.
-        - A loss may call `compute_loss_from_embeddings`. Updates are noticed then, but no text is
-            known.
+          work inside ``AdaptiveLayerLoss``, which calls the loss once per layer on the same
+          micro-batch.
+        - Another loss may call `compute_loss_from_embeddings`. Updates are detected then, but the
+          texts are not available.
 
     Example:
         ```python
         loss = ContAccumLoss(model, bank_size=512)
-        args = SentenceTransformerTrainingArguments(per_device_train_batch_size=8,
-        gradient_accumulation_steps=16) SentenceTransformerTrainer(model=model, args=args,
-        train_dataset=train_dataset, loss=loss).train()
+        args = SentenceTransformerTrainingArguments(
+            per_device_train_batch_size=8, gradient_accumulation_steps=16
+        )
+        trainer = SentenceTransformerTrainer(
+            model=model, args=args, train_dataset=train_dataset, loss=loss
+        )
+        trainer.train()
         ```
     """
 
@@ -165,7 +168,9 @@ class ContAccumLoss(nn.Module):
             self.distillation = Distillation(
                 distill, distill_weight, distill_temperature, similarity, scale
             )
-        self.guide = None if guide is None else Guide(model, guide)
+        self.guide: Guide | None = None
+        if guide is not None:
+            self.guide = Guide(model, guide)
         # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several.
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
         without_bank = dataclasses.replace(self.settings, bank_size=0, query_bank_size=None)
@@ -179,7 +184,9 @@ class ContAccumLoss(nn.Module):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a micro-batch of tokenised columns: anchors, positives, any negatives.
+        """Compute the loss of a micro-batch of tokenised columns.
+
+        The columns are anchors, positives and any number of hard negatives.
 
         Args:
             labels: int64 (n, columns), ids of the texts. A text is a duplicate of another if these
@@ -209,7 +216,8 @@ class ContAccumLoss(nn.Module):
         """
         if self.guide is not None and guide is None:
             raise ConfigError(
-                "guide: the texts are not known here; give guide=loss.guide.embed(sentence_features)"
+                "guide: the texts are not known here; "
+                "give guide=loss.guide.embed(sentence_features)"
             )
         if ids is None:
             ids = [None] * len(embeddings)
@@ -232,21 +240,29 @@ class ContAccumLoss(nn.Module):
     def info_nce(self) -> BankedInfoNCE | None:
         """The `BankedInfoNCE` of the largest embedding size, None before the first call."""
         loss_fns = self._loss_of_each_size()
-        return loss_fns[max(loss_fns)] if loss_fns else None
+        if not loss_fns:
+            return None
+        return loss_fns[max(loss_fns)]
 
     @property
     def last(self) -> dict[str, Any]:
-        """Diagnostics of the last call in training; see `BankedInfoNCE`; and ``distill_loss``, unweighted."""
+        """Diagnostics of the last call in training; see `BankedInfoNCE`.
+
+        With ``distill`` they include ``distill_loss``, the unweighted term.
+        """
         info_nce = self.info_nce
-        diagnostics = {} if info_nce is None else dict(info_nce.last)
+        diagnostics = {}
+        if info_nce is not None:
+            diagnostics.update(info_nce.last)
         if self.distillation is not None and self.distillation.last is not None:
             diagnostics["distill_loss"] = self.distillation.last
         return diagnostics
 
     def begin_update(self, pairs: int) -> None:
-        """Set how many pairs the coming micro-batches have until the optimizer steps; see `BankedInfoNCE`.
+        """Set the number of pairs until the optimizer steps; see `BankedInfoNCE`.
 
-        Needed only if updates differ in that; otherwise ``pairs_per_update`` sets it once.
+        The call is needed only if updates differ in their number of pairs; otherwise
+        ``pairs_per_update`` sets it once.
         """
         self._pairs_in_update = pairs
         for loss_fn in self._loss_of_each_size().values():
@@ -263,18 +279,20 @@ class ContAccumLoss(nn.Module):
             loss_fn.positives = self._positives
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
-        """Return the banks and drift statistics, without the model: what a checkpoint needs beside it.
+        """Return the banks and drift statistics, which a checkpoint needs beside the model.
 
-        With several ranks, all call it together, and those that do not ``keep`` it get an empty
-        one. A bank that they share fits any number of ranks; banks of their own lie side by side,
-        and fit as many ranks again.
+        All ranks call it together; a rank without ``keep`` gets an empty state. The state of a
+        shared bank fits any number of ranks. Banks that ranks do not share are gathered into one
+        state, which fits the same number of ranks.
         """
         state = dict(self.info_nces.state_dict())
         if state:
             state |= self._probe.state_dict()
         if world_size() > 1 and not self._is_shared:
             state = gather_bank_states(state, next(self.model.parameters()).device)
-        return state if keep else {}
+        if not keep:
+            return {}
+        return state
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `bank_state_dict` returned, on every rank.
@@ -317,13 +335,13 @@ class ContAccumLoss(nn.Module):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether all ranks hold one and the same bank."""
+        """True if all ranks hold the same bank."""
         return self.settings.gather_across_devices and world_size() > 1
 
     @property
     def _is_matryoshka_replay(self) -> bool:
-        """Whether MatryoshkaLoss calls this loss again with the embeddings of the first, largest size."""
-        forward: Any = self.model.forward
+        """True if MatryoshkaLoss calls this loss again with the embeddings of the largest size."""
+        forward: object = self.model.forward
         return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
     def _loss_of_each_size(self) -> dict[int, BankedInfoNCE]:
@@ -350,7 +368,7 @@ class ContAccumLoss(nn.Module):
     def _prepare_columns(
         self, features: list[dict[str, Any]], labels: Tensor | None
     ) -> list[Tensor | None]:
-        """Have the encoder probed if it is due, and compute the ids of the texts, (n, 2) per column."""
+        """Probe the encoder if it is due, and return the ids of the texts, (n, 2) per column."""
         if len(features) < 2:
             columns = f"(anchor, positive, ...) columns, got {len(features)}"
             raise ValueError(f"{type(self).__name__} needs {columns}")
@@ -363,16 +381,20 @@ class ContAccumLoss(nn.Module):
             self._warn_once(f"{name} does not use the label or score column of the data")
         ids_of_columns: list[Tensor | None] = []
         for index, column in enumerate(features):
-            column_ids = None if label_ids is None else label_ids[:, index]
+            column_ids = None
+            if label_ids is not None:
+                column_ids = label_ids[:, index]
             ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
         return ids_of_columns
 
     def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
-        """Encode the probe if it has just been completed, or if an update and enough pairs have passed."""
+        """Encode the probe if it is due; see `EncoderProbe.encode_if_due`."""
         loss_fns = self._loss_of_each_size()
         for loss_fn in loss_fns.values():
             loss_fn.end_pending_update()
-        clock = None if self.info_nce is None else self.info_nce.clock
+        clock = None
+        if self.info_nce is not None:
+            clock = self.info_nce.clock
         # MatryoshkaLoss around a cached loss shrinks what `calculate_loss` receives.
         calculate_loss = vars(self).get("calculate_loss")
         shrinks_outputs = isinstance(calculate_loss, CachedLossDecorator)
@@ -404,8 +426,8 @@ class ContAccumLoss(nn.Module):
         is_probed = loss_fn.compensation.probe is not None or self._probe.texts is not None
         if loss_fn.clock.num_updates and not is_probed:
             self._warn_once(
-                "no entry of the bank retires for its age, because the drift probe is off: it needs "
-                "texts, and only embeddings were passed. A loss that calls "
+                "no entry of the bank retires for its age, because the drift probe is off: "
+                "it needs texts, and only embeddings were passed. A loss that calls "
                 "compute_loss_from_embeddings can call info_nce.observe_probe after updates "
                 "(docs/drift.md)"
             )
@@ -417,7 +439,10 @@ class ContAccumLoss(nn.Module):
 
 
 def _join_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Stack the third and later columns, (n, ...) each, to (n, h, ...); None if one of them is missing."""
+    """Stack the third and later columns, (n, ...) each, to (n, h, ...).
+
+    The stack is None if one of them is missing.
+    """
     negatives = [column for column in columns[2:] if column is not None]
     stacked = None
     if negatives and len(negatives) == len(columns) - 2:

@@ -1,14 +1,15 @@
-"""What a student learns from a teacher's scores of a positive and its hard negatives, beside the contrastive loss.
+"""Distillation from a teacher's scores of positives and hard negatives, a term beside the loss.
 
-The losses are sentence-transformers' MarginMSELoss and DistillKLDivLoss, over embeddings that are
-there already. Scores come with the data set (docs/data.md); nothing here knows a bank.
+The losses are sentence-transformers' MarginMSELoss and DistillKLDivLoss, computed from the
+embeddings of the contrastive loss. The scores come with the data set (docs/data.md). This module
+uses no bank.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, MarginMSELoss
@@ -20,26 +21,36 @@ from contaccum.errors import ConfigError, check_choice
 
 
 def split_labels(labels: Tensor | None, columns: int) -> tuple[Tensor | None, Tensor | None]:
-    """Ids of all texts, int64 (n, columns), and a teacher's scores, (n, columns - 1), of a batch's ``labels``.
+    """Split the ``labels`` of a batch into text ids and a teacher's scores.
 
-    Labels are either, or int64 (n, 2 columns - 1): ids, then scores as the bits of float32. None
-    for what is not there.
+    Labels are ids, scores, or both in one int64 tensor (n, 2 columns - 1): ids, then scores as the
+    bits of float32.
+
+    Returns:
+        The ids of all texts, int64 (n, columns), and the scores, (n, columns - 1). Each is None if
+        the labels do not hold it.
     """
     decoded = decode(labels, columns)
     return decoded.text_ids, decoded.teacher_scores
 
 
 class Distillation:
-    """A distillation term; the student's scores are those of the contrastive loss, similarity times ``scale``.
+    """A distillation term of the loss.
+
+    The student's scores are those of the contrastive loss, similarity times ``scale``.
 
     Args:
-        kind: ``"margin_mse"``: the mean squared error of each margin between positive and negative;
-            ``"kl"``: the divergence of the student's softmax over positive and negatives from the
-                teacher's.
-        weight: of the term.
-        temperature: of ``"kl"``: divides both sides' scores; the divergence is multiplied by its
-            square.
-        similarity, scale: ``"cos"`` or ``"dot"``, and what it is multiplied by.
+        kind: ``"margin_mse"``: the mean squared error of the margins between the positive and each
+            negative; ``"kl"``: the divergence of the student's softmax over the positive and the
+            negatives from the teacher's.
+        weight: the factor of the term.
+        temperature: for ``"kl"``, the divisor of the scores of student and teacher; the divergence
+            is multiplied by its square.
+        similarity: ``"cos"`` or ``"dot"``.
+        scale: the factor of the similarities.
+
+    Attributes:
+        last: the term of the last call, unweighted and detached; None before the first call.
 
     Raises:
         ConfigError: for settings that cannot work.
@@ -53,11 +64,11 @@ class Distillation:
         similarity: str = "dot",
         scale: float = 1.0,
     ) -> None:
-        kinds: Any = {
+        loss_makers: dict[str, Callable[..., MarginMSELoss | DistillKLDivLoss]] = {
             "margin_mse": MarginMSELoss,
             "kl": partial(DistillKLDivLoss, temperature=temperature),
         }
-        check_choice("distill", kind, kinds)
+        check_choice("distill", kind, loss_makers)
         for name, value in (("distill_weight", weight), ("distill_temperature", temperature)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a positive number, got {value!r}")
@@ -65,37 +76,45 @@ class Distillation:
             raise ConfigError(
                 f"distill_temperature={temperature} with distill={kind}: it is for kl. Drop it"
             )
-        self.kind, self.weight, self.temperature = kind, weight, temperature
-        self.similarity, self.scale = similarity, scale
-        self._loss = kinds[kind](None)  # no model, as embeddings are given
-        self.last: Tensor | None = None  # the term of the last call, before its weight
+        self.kind = kind
+        self.weight = weight
+        self.temperature = temperature
+        self.similarity = similarity
+        self.scale = scale
+        # The loss needs no model, because it is computed from embeddings.
+        self._loss = loss_makers[kind](None)
+        self.last: Tensor | None = None
 
     def __call__(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the weighted term of a micro-batch.
 
         Args:
             embeddings: queries, positives and hard negatives, (n, d) each.
+            labels: a teacher's scores, with or without ids; see `split_labels`.
 
-        Raises `ConfigError` where there are no hard negatives, or no scores in ``labels``; see
-        `split_labels`.
+        Raises:
+            ConfigError: if there are no hard negatives, or no scores in ``labels``.
         """
         if len(embeddings) < 3:
             raise ConfigError(
                 f"distill={self.kind} needs hard negatives: add columns of them, or drop distill"
             )
-        _, scores = split_labels(labels, len(embeddings))
-        if scores is None:
-            what = "none" if labels is None else f"labels of shape {tuple(labels.shape)}"
-            expected = f"({len(embeddings[0])}, {len(embeddings) - 1})"
+        _, teacher_scores = split_labels(labels, len(embeddings))
+        if teacher_scores is None:
+            received = "none"
+            if labels is not None:
+                received = f"labels of shape {tuple(labels.shape)}"
+            shape = f"({len(embeddings[0])}, {len(embeddings) - 1})"
             raise ConfigError(
-                f"distill={self.kind} needs teacher scores {expected} as labels, got {what}: see docs/data.md"
+                f"distill={self.kind} needs teacher scores {shape} as labels, "
+                f"got {received}: see docs/data.md"
             )
+        # Scores in half precision would round away small margins.
         dtype = torch.promote_types(embeddings[0].dtype, torch.float32)
-        columns = [
-            x.to(dtype) if self.similarity == "dot" else normalize(x.to(dtype), dim=-1)
-            for x in embeddings
-        ]
+        columns = [x.to(dtype) for x in embeddings]
+        if self.similarity != "dot":
+            columns = [normalize(x, dim=-1) for x in columns]
         columns[0] = columns[0] * self.scale
-        term = self._loss.compute_loss_from_embeddings(columns, scores.to(columns[0]))
+        term = self._loss.compute_loss_from_embeddings(columns, teacher_scores.to(columns[0]))
         self.last = term.detach()
         return self.weight * term

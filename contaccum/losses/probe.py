@@ -24,7 +24,10 @@ PROBE_TEXTS = 8
 """Pairs of the probe."""
 
 PAIRS_PER_PROBE = 128
-"""Pairs of training between two probes, at least: eight forward passes are then some 2 % of the work."""
+"""Pairs of training between two probes, at least.
+
+The forward passes of the probe's eight pairs are then some 2 % of the work.
+"""
 
 _TEXT_PREFIX = "probe."
 _PAIRS_KEY = "pairs_at_last_probe"
@@ -57,7 +60,7 @@ class TextProbe:
 
     def __init__(self, shared: bool, parts: list[list[dict[str, Tensor]]] | None = None) -> None:
         self.shared = shared
-        self.parts = [] if parts is None else parts
+        self.parts = parts or []
 
     @property
     def num_pairs(self) -> int:
@@ -69,6 +72,11 @@ class TextProbe:
         """Whether all pairs have been collected."""
         return self.num_pairs >= PROBE_TEXTS
 
+    @property
+    def _num_ranks(self) -> int:
+        """The number of ranks that share the probe."""
+        return world_size() if self.shared else 1
+
     def collect(self, features: list[dict[str, Any]]) -> bool:
         """Add the first pairs of a micro-batch, and of the other ranks' if they share the bank.
 
@@ -76,7 +84,7 @@ class TextProbe:
             False, on every rank, if the first texts of a column cannot be separated from the
             others.
         """
-        ranks = world_size() if self.shared else 1
+        ranks = self._num_ranks
         missing = PROBE_TEXTS - self.num_pairs
         pairs_per_rank = -(-missing // ranks)
         columns = [first_rows(column, pairs_per_rank) or {} for column in features[:2]]
@@ -94,7 +102,7 @@ class TextProbe:
         It uses neither dropout nor a random number. All ranks that share a bank call it together,
         with the ``features`` of the present micro-batch.
         """
-        ranks = world_size() if self.shared else 1
+        ranks = self._num_ranks
         index = rank() if self.shared else 0
         first = len(self.parts) * index // ranks
         end = len(self.parts) * (index + 1) // ranks
@@ -130,7 +138,10 @@ class TextProbe:
 
 
 class EncoderProbe:
-    """When a probe is collected and encoded, and its embeddings for every embedding size.
+    """The texts of a drift probe, and their last embeddings.
+
+    It collects the texts from the first micro-batches, encodes them after updates, and reports the
+    embeddings to the loss of every embedding size.
 
     Args:
         model: the encoder.
@@ -173,8 +184,11 @@ class EncoderProbe:
         was_completed = self._collect(features, clock, is_shared)
         if self.texts is None or not self.texts.is_complete:
             return False
-        num_pairs = 0 if clock is None else clock.num_pairs
-        starts_update = clock is not None and clock.is_at_update_start
+        num_pairs = 0
+        starts_update = False
+        if clock is not None:
+            num_pairs = clock.num_pairs
+            starts_update = clock.is_at_update_start
         has_enough_pairs = num_pairs - self._pairs_at_last_probe >= PAIRS_PER_PROBE
         if not was_completed and not (starts_update and has_enough_pairs):
             return False
@@ -217,17 +231,19 @@ class EncoderProbe:
 
     def load_state_dict(self, state: dict[str, Tensor], is_shared: bool) -> dict[str, Tensor]:
         """Restore what `state_dict` returned, and return the other entries of a state."""
-        others = {}
+        remaining = {}
         texts = {}
         for key, value in state.items():
             if key.startswith(_TEXT_PREFIX):
                 texts[key.removeprefix(_TEXT_PREFIX)] = value
             elif key != _PAIRS_KEY:
-                others[key] = value
+                remaining[key] = value
         self._pairs_at_last_probe = int(state.get(_PAIRS_KEY, torch.tensor(0)))
         self._embeddings = None
-        self.texts = TextProbe.from_state_dict(texts, is_shared) if texts else None
-        return others
+        self.texts = None
+        if texts:
+            self.texts = TextProbe.from_state_dict(texts, is_shared)
+        return remaining
 
 
 def _device_of(features: list[dict[str, Any]]) -> torch.device:
@@ -236,14 +252,18 @@ def _device_of(features: list[dict[str, Any]]) -> torch.device:
 
 
 def _encode(model: nn.Module, stored: dict[str, Tensor], present: dict[str, Any]) -> Tensor:
-    """Encode stored texts, with the features of the present micro-batch that are no tensors or numbers."""
+    """Encode stored texts.
+
+    Features that are neither tensors nor numbers come from the ``present`` micro-batch.
+    """
     device = next(model.parameters()).device
-    features: dict[str, Any] = {}
+    features = {}
     for key, value in present.items():
         if not isinstance(value, (Tensor, int, float)):
             features[key] = value
     for key, value in stored.items():
         features[key] = value.to(device) if value.ndim else value.item()
-    forward = model.forward
-    encode = forward.fn if isinstance(forward, ForwardDecorator) else model
+    encode = model
+    if isinstance(model.forward, ForwardDecorator):
+        encode = model.forward.fn
     return encode(features)["sentence_embedding"].detach().clone()

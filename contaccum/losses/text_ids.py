@@ -1,8 +1,9 @@
-"""The features of a column, as sentence-transformers' preprocessors give them: how many texts, the first, ids of each.
+"""Functions on the features of a column.
 
-Texts lie in padded rows, flattened into one row (FlashAttention), or in one stream with offsets
-(StaticEmbedding); images, audio and video lie beside their tokens or alone. Equal content has an
-equal id, however it lies. Nothing here knows a loss.
+They count its texts, cut out the first ones, and compute an id of each text. They read the layouts
+of all sentence-transformers preprocessors: tokens lie in padded rows, in one flattened row
+(FlashAttention), or in one stream with offsets (StaticEmbedding); images, audio and video come
+beside tokens or alone. Equal content has an equal id in every layout. This module computes no loss.
 """
 
 from __future__ import annotations
@@ -10,179 +11,262 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sentence_transformers.base.losses.gradcache import (
-    _create_minibatch,  # private, but who else knows all layouts
-)
+
+# Private, but the only function that can cut all layouts.
+from sentence_transformers.base.losses.gradcache import _create_minibatch
 from torch import Tensor
 
 from contaccum.bank.logits import NO_ID
 
-# Odd constants, one for each axis along which content has a place.
-_PLACES = (
+# Odd factors of positions, a different one for each axis of a tensor.
+_AXIS_FACTORS = (
     -4417276706812531889,
     -7046029254386353131,
     3202034522624059733,
     4593380528125082431,
     6364136223846793005,
 )
-_VALUES_AT_ONCE = 2**20  # of images, audio and video: hashing takes some 40 bytes for each
+_TOKEN_POSITION_FACTOR = _AXIS_FACTORS[0]
+_TOKEN_FACTOR = _AXIS_FACTORS[1]
+_VALUE_FACTOR = _AXIS_FACTORS[1]
+_MEDIA_POSITION_FACTOR = _AXIS_FACTORS[1]
+
+_VALUES_PER_CHUNK = 2**20
+"""Values of images, audio and video that are hashed at once; hashing needs some 40 bytes each."""
+
+_INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by their size in bytes."""
 
 
 def content_ids(features: dict[str, Any]) -> Tensor | None:
-    """A 64-bit hash of each text's content, int64 (n,); the same padded on any side, flattened or in a stream.
+    """Compute a 64-bit hash of each text's content, int64 (n,).
 
-    Texts that truncation makes equal are equal to the encoder as well, and so they are here.
+    Padding on either side, flattening and streaming do not change the hash. Texts that truncation
+    makes equal are equal to the encoder too, so they have equal ids.
 
     Args:
-        features: of one column, whatever a model has added: ``input_ids`` (n, length) with
-            ``attention_mask``, (1, tokens) with ``cu_seq_lens_q`` or ``position_ids``, or (tokens,)
-            with ``offsets``; beside them or alone any floating-point tensors: (n, ...), or rows of
-            images or patches with ``num_images_per_sample``, ``image_grid_thw`` and the like.
+        features: the features of one column. Embeddings that a model has added are ignored. Tokens
+            are ``input_ids``: (n, length) with ``attention_mask``, (1, tokens) with
+            ``cu_seq_lens_q`` or ``position_ids``, or (tokens,) with ``offsets``. Other
+            floating-point tensors have a row for each text, (n, ...), or a row for each image or
+            patch, with ``num_images_per_sample``, ``image_grid_thw`` and the like.
 
     Returns:
-        None where it cannot be known what belongs to which text.
+        The hashes, or None if the features do not show which content belongs to which text.
     """
-    given = {
-        key: x
-        for key, x in features.items()
-        if isinstance(x, Tensor) and not key.endswith("_embeddings")
-    }
-    media = {
-        key: x
-        for key, x in given.items()
-        if x.is_floating_point() and x.ndim > 1 and key != "sentence_embedding"
-    }
-    tokens, n = features.get("input_ids"), rows_in(features)
-    if n is None or (tokens is None and not media):
+    num_texts = rows_in(features)
+    has_tokens = features.get("input_ids") is not None
+    media = _media_tensors(features)
+    if num_texts is None or not (has_tokens or media):
         return None
-    if tokens is None:
-        found = torch.zeros(n, dtype=torch.int64, device=next(iter(media.values())).device)
+    if has_tokens:
+        hashes = _hash_tokens(features)
     else:
-        found = _of_tokens(features)
+        device = next(iter(media.values())).device
+        hashes = torch.zeros(num_texts, dtype=torch.int64, device=device)
     for key, values in media.items():
-        owners = _owners(features, key, n)
-        if owners is None:
+        text_of_row = _texts_of_rows(features, key, num_texts)
+        if text_of_row is None:
             return None
-        place = torch.arange(len(values), device=owners.device) - torch.searchsorted(owners, owners)
-        found = mix64(found).index_add(0, owners, mix64(_of_values(values) + place * _PLACES[1]))
-    return mix64(found)
+        first_row_of_text = torch.searchsorted(text_of_row, text_of_row)
+        rows = torch.arange(len(values), device=text_of_row.device)
+        positions = rows - first_row_of_text
+        row_hashes = mix64(_hash_values(values) + positions * _MEDIA_POSITION_FACTOR)
+        hashes = mix64(hashes).index_add(0, text_of_row, row_hashes)
+    return mix64(hashes)
 
 
 def combine_ids(label_ids: Tensor | None, token_ids: Tensor | None) -> Tensor | None:
-    """Stack the two ids of each text, int64 (n, 2): the one in the labels and the hash of its tokens.
+    """Stack the two ids of each text, int64 (n, 2).
 
-    Texts that differ in case, in white space or behind the truncation have equal tokens but no
-    equal label. A missing id is `NO_ID`; None if both are missing.
+    The first is its id in the labels, the second the hash of its tokens.
+    Texts that differ in case, in white space or after the truncation have equal tokens but no
+    equal label. A missing id is `NO_ID`. Return None if both are missing.
     """
     present = label_ids if label_ids is not None else token_ids
     if present is None:
         return None
     columns = []
     for ids in (label_ids, token_ids):
-        column = torch.full_like(present, NO_ID) if ids is None else ids.to(present.device)
-        columns.append(column)
+        if ids is None:
+            ids = torch.full_like(present, NO_ID)
+        columns.append(ids.to(present.device))
     return torch.stack(columns, dim=1)
 
 
 def rows_in(features: dict[str, Any]) -> int | None:
-    """How many texts a column has, n; None where nothing tells."""
-    starts, tokens = _starts(features), features.get("input_ids")
+    """Return the number of texts of a column, or None if the features do not show it."""
+    starts = _text_starts(features)
     if starts is not None:
         return len(starts)
+    tokens = features.get("input_ids")
     if isinstance(tokens, Tensor):
         return len(tokens) if tokens.ndim == 2 else None
-    counts = [
-        x for key, x in features.items() if key.startswith("num_") and key.endswith("_per_sample")
-    ]
-    rows = counts or [x for x in features.values() if isinstance(x, Tensor) and x.ndim]
-    return len(rows[0]) if rows else None
-
-
-def first_rows(features: dict[str, Any], rows: int) -> dict[str, Tensor] | None:
-    """Copies of the tensors and numbers of a column's first texts; None where the others cannot be left out."""
-    n, found = rows_in(features), features
-    if n is None or n > rows:
-        ids = content_ids(features)
-        if ids is None:
-            return None
-        if "offsets" in features:
-            tokens, offsets = features["input_ids"], features["offsets"]
-            found = {"input_ids": tokens[: offsets[rows]], "offsets": offsets[:rows]}
-        else:
-            found = _create_minibatch(features, 0, rows)
-        first = content_ids(found)
-        # Some layouts are cut elsewhere: texts told apart by places alone, pictures before
-        # sentence-transformers 6.2.
-        if first is None or not torch.equal(first, ids[:rows]):
-            return None
-    return {
-        key: torch.as_tensor(x).clone()
-        for key, x in found.items()
-        if isinstance(x, (Tensor, int, float))
-    }
-
-
-def _of_tokens(features: dict[str, Any]) -> Tensor:
-    """The sum of hashes of token and place for each text, int64 (n,); places count real tokens alone."""
-    tokens, starts = features["input_ids"].long(), _starts(features)
-    if starts is None:
-        attention = features.get("attention_mask")
-        present = torch.ones_like(tokens) if attention is None else attention.long()
-        return (mix64(tokens * _PLACES[1] + present.cumsum(1) * _PLACES[0]) * present).sum(1)
-    places = torch.arange(tokens.numel(), device=tokens.device)
-    owners = torch.searchsorted(starts, places, right=True) - 1
-    mixed = mix64(tokens.flatten() * _PLACES[1] + (places - starts[owners] + 1) * _PLACES[0])
-    return mixed.new_zeros(len(starts)).index_add(0, owners, mixed)
-
-
-def _starts(features: dict[str, Any]) -> Tensor | None:
-    """Where texts begin in a row of all tokens, int64 (n,); None where each has a row of its own."""
-    tokens, bounds, places = (
-        features.get(key) for key in ("input_ids", "cu_seq_lens_q", "position_ids")
-    )
-    if isinstance(bounds, Tensor):
-        return bounds[:-1].long()
-    if not isinstance(tokens, Tensor) or tokens.ndim == 1:
-        return features.get("offsets")
-    if isinstance(places, Tensor) and len(tokens) == 1 and features.get("attention_mask") is None:
-        return (places.flatten() == places.min()).nonzero().flatten()
+    for key, value in features.items():
+        if key.startswith("num_") and key.endswith("_per_sample"):
+            return len(value)
+    for value in features.values():
+        if isinstance(value, Tensor) and value.ndim:
+            return len(value)
     return None
 
 
-def _owners(features: dict[str, Any], key: str, n: int) -> Tensor | None:
-    """The text that each row of a tensor of images, audio or video belongs to, int64, ascending; None: nobody knows."""
-    values, kind = features[key], "video" if "video" in key else "image"
-    owners = torch.arange(n, device=values.device)
-    counts, grid = features.get(f"num_{kind}s_per_sample"), features.get(f"{kind}_grid_thw")
-    for each in (
-        counts,
-        None if grid is None else grid.prod(1),
-    ):  # images of a text, patches of an image
-        if len(owners) != len(values) and each is not None and len(each) == len(owners):
-            owners = owners.repeat_interleave(each.to(owners.device))
-    return owners if len(owners) == len(values) else None
+def first_rows(features: dict[str, Any], rows: int) -> dict[str, Tensor] | None:
+    """Copy the tensors and numbers of a column's first texts, ``rows`` at most.
 
-
-def _of_values(values: Tensor) -> Tensor:
-    """Of the bits of each row of (rows, ...), int64 (rows,); zeros count for nothing, so padding with them neither."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    shape, places = values.shape[1:], torch.zeros((), dtype=torch.int64, device=values.device)
-    for axis, size in enumerate(shape):
-        steps = torch.arange(1, size + 1, device=values.device) * _PLACES[axis % len(_PLACES)]
-        places = places + mix64(steps).view(-1, *[1] * (len(shape) - axis - 1))
-    hashes = []
-    for some in values.detach().split(max(1, _VALUES_AT_ONCE // max(shape.numel(), 1))):
-        bits = (some + 0.0).contiguous().view(width).long()  # -0.0 becomes 0.0
-        hashes.append(
-            torch.where(bits == 0, 0, mix64(bits * _PLACES[1] + places)).flatten(1).sum(1)
-        )
-    return torch.cat(hashes)
+    Return None if the other texts cannot be cut off.
+    """
+    num_texts = rows_in(features)
+    if num_texts is None or num_texts > rows:
+        selected = _cut_first_texts(features, rows)
+        if selected is None:
+            return None
+        features = selected
+    copies = {}
+    for key, value in features.items():
+        if isinstance(value, (Tensor, int, float)):
+            copies[key] = torch.as_tensor(value).clone()
+    return copies
 
 
 def mix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014), a bijection, on int64, whose products wrap around."""
-    # int64 shifts repeat the sign, where the finaliser shifts in zeros: with the sign, -1 and 0
-    # would be one.
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
-    return x ^ (x >> 31 & (1 << 33) - 1)
+    """Mix the bits of int64 numbers with the finaliser of SplitMix64 (Steele et al., 2014).
+
+    It is a bijection. Its products wrap around.
+    """
+    x = (x ^ _shift_right(x, 30)) * -4658895280553007687
+    x = (x ^ _shift_right(x, 27)) * -7723592293110705685
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 numbers to the right, with zeros from the left.
+
+    ``>>`` alone repeats the sign bit, and `mix64` would then give -1 and 0 the same hash.
+    """
+    remaining_bits = (1 << (64 - bits)) - 1
+    return (x >> bits) & remaining_bits
+
+
+def _cut_first_texts(features: dict[str, Any], rows: int) -> dict[str, Any] | None:
+    """Return the features of the first texts, or None if their content is not the same."""
+    ids = content_ids(features)
+    if ids is None:
+        return None
+    if "offsets" in features:
+        offsets = features["offsets"]
+        selected = {
+            "input_ids": features["input_ids"][: offsets[rows]],
+            "offsets": offsets[:rows],
+        }
+    else:
+        selected = _create_minibatch(features, 0, rows)
+    # `_create_minibatch` cannot cut a flattened row that has position ids alone, and before
+    # sentence-transformers 6.2 it cannot cut images.
+    selected_ids = content_ids(selected)
+    if selected_ids is None or not torch.equal(selected_ids, ids[:rows]):
+        return None
+    return selected
+
+
+def _media_tensors(features: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the floating-point inputs, which are images, audio and video.
+
+    Embeddings that a model has added are outputs, and are left out.
+    """
+    media = {}
+    for key, value in features.items():
+        if key == "sentence_embedding" or key.endswith("_embeddings"):
+            continue
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+            media[key] = value
+    return media
+
+
+def _hash_tokens(features: dict[str, Any]) -> Tensor:
+    """Sum the hashes of each text's tokens and their positions, int64 (n,).
+
+    Padding counts neither as a token nor in the positions.
+    """
+    tokens = features["input_ids"].long()
+    starts = _text_starts(features)
+    if starts is None:
+        attention_mask = features.get("attention_mask")
+        if attention_mask is None:
+            attention_mask = torch.ones_like(tokens)
+        is_token = attention_mask.long()
+        positions = is_token.cumsum(1)
+        hashes = mix64(tokens * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
+        return (hashes * is_token).sum(1)
+    indices = torch.arange(tokens.numel(), device=tokens.device)
+    text_of_token = torch.searchsorted(starts, indices, right=True) - 1
+    positions = indices - starts[text_of_token] + 1
+    hashes = mix64(tokens.flatten() * _TOKEN_FACTOR + positions * _TOKEN_POSITION_FACTOR)
+    return hashes.new_zeros(len(starts)).index_add(0, text_of_token, hashes)
+
+
+def _text_starts(features: dict[str, Any]) -> Tensor | None:
+    """Return the index of each text's first token if all tokens lie in one row, int64 (n,).
+
+    Return None if each text has a row of its own.
+    """
+    bounds = features.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor):
+        return bounds[:-1].long()
+    tokens = features.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.ndim == 1:
+        return features.get("offsets")
+    positions = features.get("position_ids")
+    is_flattened = len(tokens) == 1 and features.get("attention_mask") is None
+    if is_flattened and isinstance(positions, Tensor):
+        is_first_token = positions.flatten() == positions.min()
+        return is_first_token.nonzero().flatten()
+    return None
+
+
+def _texts_of_rows(features: dict[str, Any], key: str, num_texts: int) -> Tensor | None:
+    """Return the index of the text that each row of ``features[key]`` belongs to.
+
+    ``features[key]`` is a tensor of images, audio or video. The indices are int64 and ascend.
+    Return None if the features do not show them.
+    """
+    num_rows = len(features[key])
+    text_of_row = torch.arange(num_texts, device=features[key].device)
+    medium = "video" if "video" in key else "image"
+    images_per_text = features.get(f"num_{medium}s_per_sample")
+    patches_per_image = None
+    grid = features.get(f"{medium}_grid_thw")
+    if grid is not None:
+        patches_per_image = grid.prod(1)
+    for counts in (images_per_text, patches_per_image):
+        if len(text_of_row) == num_rows:
+            break
+        if counts is not None and len(counts) == len(text_of_row):
+            text_of_row = text_of_row.repeat_interleave(counts.to(text_of_row.device))
+    if len(text_of_row) != num_rows:
+        return None
+    return text_of_row
+
+
+def _hash_values(values: Tensor) -> Tensor:
+    """Hash the bits of each row of a tensor (rows, ...), int64 (rows,).
+
+    Zeros add nothing to the hash, so padding with zeros does not change it.
+    """
+    shape = values.shape[1:]
+    positions = torch.zeros((), dtype=torch.int64, device=values.device)
+    for axis, size in enumerate(shape):
+        factor = _AXIS_FACTORS[axis % len(_AXIS_FACTORS)]
+        steps = torch.arange(1, size + 1, device=values.device) * factor
+        num_later_axes = len(shape) - axis - 1
+        positions = positions + mix64(steps).view(-1, *[1] * num_later_axes)
+    int_type = _INT_TYPES[values.element_size()]
+    values_per_row = max(shape.numel(), 1)
+    rows_per_chunk = max(1, _VALUES_PER_CHUNK // values_per_row)
+    hashes = []
+    for chunk in values.detach().split(rows_per_chunk):
+        without_negative_zeros = chunk + 0.0
+        bits = without_negative_zeros.contiguous().view(int_type).long()
+        value_hashes = torch.where(bits == 0, 0, mix64(bits * _VALUE_FACTOR + positions))
+        hashes.append(value_hashes.flatten(1).sum(1))
+    return torch.cat(hashes)
