@@ -65,7 +65,7 @@ def expected(build, dataset, tmp_path_factory) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("plain"))
         names = run("PyTorch", model, dataset)
-    assert names["K"] > 1 and names["UPDATES"] == 20 and names["loss_fn"].drift_compensation == "auto"
+    assert names["K"] > 1 and names["UPDATES"] == 20 and names["loss_fn"].settings.drift_compensation == "auto"
     after = model.state_dict()
     moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
     assert len(moved) > len(before) // 2

@@ -144,7 +144,7 @@ def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tm
 
 @pytest.mark.parametrize("name", ["decoder-lora", "bert-full"])
 def test_a_recipe_trains_a_tiny_model_as_it_stands(name, tiny_config, tiny_tokenizer, tmp_path, capsys):
-    file = Path(__file__).parents[1] / "configs" / f"{name}.yaml"
+    file = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
     backbone, decoder = tmp_path / "backbone", name == "decoder-lora"
     bert = type(tiny_config)(**{**tiny_config.to_dict(), "max_position_embeddings": 512})
     AutoModel.from_config(config("Qwen3") if decoder else bert).save_pretrained(backbone)

@@ -17,7 +17,8 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from contaccum import DualEncoder, encoders
+from contaccum import DualEncoder
+from contaccum.encoders import dual_encoder as encoders
 from contaccum.errors import ConfigError, UserError
 
 # The types in modules.json as the version before wrote them: its folders are loaded.

@@ -74,6 +74,7 @@ def train(engine: str, case: str, model: Any) -> None:
         spoil(trainer)
     trainer.train(str(ROOT / f"{engine}-tied" / "checkpoint-1") if case == "resumed" else None)
     (loss,) = trainer.bank_losses()
+    loss.info_nce.end_pending_update()
     about = {"wrapped": type(trainer.model_wrapped).__name__, "updates": loss.info_nce.clock.num_updates}
     (folder / f"rank-{args.process_index}.json").write_text(json.dumps(about))
     if case == "tied":

@@ -286,13 +286,12 @@ def test_the_last_update_of_an_epoch_is_centred_over_its_own_pairs(tmp_path, row
     """Updates of 12 pairs, but the last of the epoch: of 7 or of 5, in two micro-batches of which the last is short."""
     trainer = trainer_in(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
     announced = []
-    info_nce_of = trainer.loss._of_size
     begin_update = ContAccumLoss.begin_update
     trainer.loss.begin_update = lambda pairs: (announced.append(pairs), begin_update(trainer.loss, pairs))
     trainer.train()
     last = rows % 12
     assert announced == [12, 12, 12, last] * 2
-    assert info_nce_of(16).centering.num_pairs == last
+    assert trainer.loss.info_nce.centering.num_pairs == last
     assert [line["pairs"] for line in log_of(tmp_path)] == announced
 
 
