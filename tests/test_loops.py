@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from sample_texts import sentences
 from tiny_models import tiny_encoder
@@ -55,6 +56,12 @@ def build() -> Callable[..., DualEncoder]:
         return model
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_of_another_test() -> None:
+    """Forget the precision that a trainer of another test file has set for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # private, but accelerate's own tests use nothing else
 
 
 @pytest.fixture(scope="module")
