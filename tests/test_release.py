@@ -40,8 +40,12 @@ def test_the_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"contaccum-{__version__}.dist-info/METADATA").decode()
-    files = (path for path in (ROOT / "contaccum").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    assert {x for x in names if ".dist-info/" not in x} == {path.relative_to(ROOT).as_posix() for path in files}
+    no_part_of_it = {"__pycache__", ".ruff_cache", "ruff.toml"}
+    expected = set()
+    for path in (ROOT / "contaccum").rglob("*"):
+        if path.is_file() and not no_part_of_it & {*path.parts}:
+            expected.add(path.relative_to(ROOT).as_posix())
+    assert {x for x in names if ".dist-info/" not in x} == expected
     assert f"\nVersion: {__version__}\n" in metadata and "\nProject-URL: Changelog, https://" in metadata
     assert not re.search(r"\]\((?!https?:|#)", metadata)  # such a link of README.md would lead nowhere on PyPI
 
