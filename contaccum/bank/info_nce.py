@@ -35,6 +35,7 @@ from contaccum.bank.micro_batch import (
     check_embeddings,
     collect_micro_batch,
     join_documents,
+    make_pairs,
 )
 from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.bank.row_losses import banked_row_losses, local_row_losses
@@ -269,15 +270,7 @@ class BankedInfoNCE(BankedModule):
         """
         if passage_mean is not None:
             documents = documents - passage_mean
-        return Pairs(
-            queries=queries,
-            documents=documents,
-            query_ids=batch.query_ids,
-            document_ids=batch.document_ids,
-            positive_logits=(queries * documents[:, 0]).sum(1) / self.settings.temperature,
-            valid=torch.ones(documents.shape[:2], dtype=torch.bool, device=documents.device),
-            guide=batch.guide,
-        )
+        return make_pairs(queries, documents, batch, self.settings.temperature)
 
     def _score_blocks(self, local: Pairs, bank: MemoryBank | None) -> LogitBlocks:
         """Score the three blocks of the matrix that have a gradient."""

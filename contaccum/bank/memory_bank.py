@@ -32,7 +32,12 @@ from contaccum.bank.logits import (
     Pairs,
     masked_logits,
 )
-from contaccum.bank.micro_batch import TextIds, collect_micro_batch, join_documents
+from contaccum.bank.micro_batch import (
+    TextIds,
+    collect_micro_batch,
+    join_documents,
+    make_pairs,
+)
 from contaccum.bank.settings import check_bank_sizes
 
 BLOCKS_PER_BANK = 32
@@ -234,14 +239,7 @@ class MemoryBank(nn.Module):
         queries = batch.embeddings[0].to(self.documents)
         documents = join_documents(batch.embeddings).to(self.documents)
         self.fit(queries.shape[1], documents.shape[1] - 1, 0)
-        local = Pairs(
-            queries=queries,
-            documents=documents,
-            query_ids=batch.query_ids,
-            document_ids=batch.document_ids,
-            positive_logits=(queries * documents[:, 0]).sum(1) / self.temperature,
-            valid=torch.ones(documents.shape[:2], dtype=torch.bool, device=documents.device),
-        )
+        local = make_pairs(queries, documents, batch, self.temperature)
         blocks = score_blocks(local, self, self.temperature, [is_same_text])
         largest = queries.abs().amax() + documents.abs().amax()
         self.append(local, blocks, largest.isfinite())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, GuideEmbeddings
+from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, GuideEmbeddings, Pairs
 from contaccum.distributed import gather_rows
 
 
@@ -112,6 +112,19 @@ def collect_micro_batch(
         document_ids=stacked_ids[:, 1:].movedim(-1, 0).contiguous(),
         guide=guide_embeddings,
         local_rows=local_rows,
+    )
+
+
+def make_pairs(queries: Tensor, documents: Tensor, batch: MicroBatch, temperature: float) -> Pairs:
+    """Make pairs of a micro-batch's queries (n, d) and documents (n, 1 + h, d), with its ids."""
+    return Pairs(
+        queries=queries,
+        documents=documents,
+        query_ids=batch.query_ids,
+        document_ids=batch.document_ids,
+        positive_logits=(queries * documents[:, 0]).sum(1) / temperature,
+        valid=torch.ones(documents.shape[:2], dtype=torch.bool, device=documents.device),
+        guide=batch.guide,
     )
 
 
