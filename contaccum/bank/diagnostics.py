@@ -40,7 +40,7 @@ def describe_micro_step(
     num_masked = (blocks.in_batch <= MASKED / 2).sum()
     num_columns = torch.tensor(n * width - 1, device=local.valid.device)
     if bank is not None:
-        is_valid = bank.pairs.valid
+        is_valid = bank.valid[: bank.num_used_slots]
         num_masked = num_masked + ((blocks.against_bank <= MASKED / 2) & is_valid).sum()
         num_columns = num_columns + is_valid.sum()
     return {

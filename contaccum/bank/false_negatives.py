@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import Tensor
 
-from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, FalseNegativeRule, Pairs
+from contaccum.bank.logits import IDS_PER_TEXT, NO_ID, NO_ID_OF_ROW, FalseNegativeRule, Pairs
 from contaccum.bank.settings import LossSettings
 
 
@@ -32,13 +32,20 @@ def make_rules(settings: LossSettings, positives: PositivesTable | None) -> list
 def is_same_text(rows: Pairs, columns: Pairs, logits: Tensor) -> Tensor:
     """Find documents that are a row's positive again, or another positive of its query, by ids."""
     is_same = torch.zeros_like(logits, dtype=torch.bool)
+    is_equal = torch.empty_like(is_same)  # in the memory layout of the logits, which is faster
+    positive_ids = _reserve_no_id(rows.document_ids[:, :, 0])
+    query_ids = _reserve_no_id(rows.query_ids)
     for kind in range(IDS_PER_TEXT):
-        positive_ids = rows.document_ids[kind, :, 0, None, None]
-        is_same |= (positive_ids == columns.document_ids[kind]) & (positive_ids != NO_ID)
-        query_ids = rows.query_ids[kind, :, None]
-        same_query = (query_ids == columns.query_ids[kind]) & (query_ids != NO_ID)
-        is_same[:, :, 0] |= same_query
+        torch.eq(positive_ids[kind, :, None, None], columns.document_ids[kind], out=is_equal)
+        is_same |= is_equal
+        torch.eq(query_ids[kind, :, None], columns.query_ids[kind], out=is_equal[:, :, 0])
+        is_same[:, :, 0] |= is_equal[:, :, 0]
     return is_same
+
+
+def _reserve_no_id(ids: Tensor) -> Tensor:
+    """Return the ids of rows, with a reserved value for `NO_ID`, which columns have as well."""
+    return torch.where(ids == NO_ID, NO_ID_OF_ROW, ids)
 
 
 class MarginRule:

@@ -296,7 +296,7 @@ class BankedInfoNCE(BankedModule):
         banked_losses = local_losses.new_zeros(0)
         row_weights = local_losses.new_zeros(0)
         if bank is not None and bank.has_queries:
-            in_use = bank.pairs.valid[:, 0]
+            in_use = bank.valid[: bank.num_used_slots, 0]
             row_weights = bank_weight * in_use.to(local_losses.dtype)
             banked_losses = banked_row_losses(bank, blocks, bank_weight)
             banked_losses = torch.where(in_use, banked_losses, 0.0)

@@ -20,6 +20,9 @@ from torch import Tensor
 NO_ID = torch.iinfo(torch.int64).min
 """Id of a text that has none. It never equals another id, itself included."""
 
+NO_ID_OF_ROW = NO_ID + 1
+"""Reserved: stands for `NO_ID` among the ids of rows while they are compared with columns."""
+
 IDS_PER_TEXT = 2
 """A text has at most so many ids, for example one that the data set gives and a hash of its tokens.
 
@@ -28,6 +31,10 @@ Two texts are the same if one of their ids is equal, at the same place among the
 
 MASKED = -1e30
 """Logit of an excluded document; finite, so a row with all documents excluded gives no NaN."""
+
+
+ROWS_PER_PRODUCT = 2048
+"""A CPU multiplies a long matrix faster in parts of so many rows."""
 
 
 class Pairs(NamedTuple):
@@ -80,19 +87,31 @@ def masked_logits(
         (r, c, 1 + h), similarities over the temperature.
     """
     documents = columns.documents.flatten(0, 1)
-    logits = rows.queries @ documents.T / temperature
+    logits = _inner_products(rows.queries, documents) / temperature
     if query_drift is not None:
         gradient_only = documents - documents.detach()  # zero in value
-        drift_logits = query_drift @ gradient_only.T / temperature
-        rows_per_run = len(rows.queries) // len(query_drift)
-        logits = logits + drift_logits.repeat_interleave(rows_per_run, dim=0)
+        drift_logits = _inner_products(query_drift, gradient_only) / temperature
+        by_run = logits.unflatten(0, (len(query_drift), -1))
+        logits = (by_run + drift_logits[:, None]).flatten(0, 1)
     logits = logits.unflatten(1, columns.valid.shape)
 
     with torch.no_grad():
-        excluded = (~columns.valid).expand(logits.shape).clone()
+        excluded = torch.zeros_like(logits, dtype=torch.bool)
+        excluded |= ~columns.valid
         for rule in rules:
             excluded |= rule(rows, columns, logits)
         if rows is columns:
             own_positives = excluded[:, :, 0].diagonal()
             own_positives.copy_(~columns.valid[:, 0])
     return logits.masked_fill(excluded, MASKED)
+
+
+def _inner_products(queries: Tensor, documents: Tensor) -> Tensor:
+    """Compute queries (r, d) times documents (c, d), (r, c).
+
+    The longer side is the contiguous one in memory: a CPU sums over the shorter one faster then.
+    """
+    if len(queries) > len(documents):
+        return _inner_products(documents, queries).T
+    parts = [queries @ part.T for part in documents.split(ROWS_PER_PRODUCT)]
+    return torch.cat(parts, dim=1)

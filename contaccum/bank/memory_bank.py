@@ -5,7 +5,7 @@ banked query: the logsumexp of its logits over the bank's negatives. `MemoryBank
 numbers exact without computing the block again. A table has one log-sum for each banked query and
 each block of documents. A new query was scored against the old documents as a local row; old
 queries were scored against the new documents as banked rows. The ring overwrites a whole block at a
-time, so forgetting documents means resetting one column of the table. Nothing is ever subtracted,
+time, so forgetting documents means resetting one row of the table. Nothing is ever subtracted,
 and no value is read on the host.
 
 The bank stores embeddings as they are: it normalises nothing and encodes no text.
@@ -51,6 +51,7 @@ class LogitBlocks(NamedTuple):
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without any
+    against_bank_sums: Tensor  # (n, blocks), logsumexp of against_bank over each block of the bank
 
 
 class MemoryBank(nn.Module):
@@ -84,7 +85,8 @@ class MemoryBank(nn.Module):
     document_ids: Tensor  # int64 (IDS_PER_TEXT, m, 1 + h)
     positive_logits: Tensor  # (m,), of each query and its own passage
     valid: Tensor  # bool (m, 1 + h), whether a document is in use
-    block_log_sums: Tensor  # (m, blocks), logsumexp of each query over the negatives in each block
+    block_log_sums: Tensor  # (blocks, m), logsumexp of each query over the negatives in each block
+    total_log_sums: Tensor  # (m,), logsumexp of `block_log_sums` over the blocks
     query_means: Tensor  # (m / pairs_per_mean, d), of the query tower when pairs were stored
 
     def __init__(
@@ -119,7 +121,8 @@ class MemoryBank(nn.Module):
         add("document_ids", (IDS_PER_TEXT, self.num_slots, num_documents), NO_ID, torch.int64)
         add("positive_logits", (num_rows,), 0, dtype)
         add("valid", (self.num_slots, num_documents), False, torch.bool)
-        add("block_log_sums", (num_rows, self.num_blocks), MASKED, dtype)
+        add("block_log_sums", (self.num_blocks, num_rows), MASKED, dtype)
+        add("total_log_sums", (num_rows,), MASKED, dtype)
         add("query_means", (num_rows // self.pairs_per_mean, dim), 0, dtype)
         self.guide: GuideRing | None = None
         self.total_enqueued = 0
@@ -176,7 +179,7 @@ class MemoryBank(nn.Module):
     @property
     def log_sums(self) -> Tensor:
         """(m,), logsumexp of each banked query's logits over all banked negatives in use."""
-        return self.block_log_sums[: self.num_used_slots].logsumexp(1)
+        return self.total_log_sums[: self.num_used_slots]
 
     def fit(self, dim: int, hard_negatives: int, guide_dim: int | None = None) -> None:
         """Make room for that many hard negatives per pair; what is stored stays.
@@ -289,27 +292,29 @@ class MemoryBank(nn.Module):
         ``used`` is the number of slots that the logits of ``blocks`` cover.
         """
         num_documents = min(blocks.in_batch.shape[2], self.documents.shape[1])
-        used_blocks = used // self.block_size
+        num_used_blocks = used // self.block_size
 
-        # New rows over the old documents, some of which have just been retired.
-        against_bank = blocks.against_bank.masked_fill(~self.valid[:used], MASKED)
-        new_rows = self.block_log_sums.new_full((len(local.queries), self.num_blocks), MASKED)
-        by_block = against_bank.reshape(len(local.queries), used_blocks, -1)
-        new_rows[:, :used_blocks] = by_block.logsumexp(2)
+        # New rows over the old documents, without the blocks that have just been forgotten.
+        new_rows = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
+        in_use = self.valid.unflatten(0, (self.num_blocks, -1)).flatten(1).any(1)[:num_used_blocks]
+        old_sums = blocks.against_bank_sums.T
+        new_rows[:num_used_blocks] = torch.where(in_use[:, None], old_sums, MASKED)
 
         in_batch = blocks.in_batch[:, :, :num_documents].clone()
         in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's positive is none of its negatives
         from_bank = blocks.from_bank[:, :, :num_documents]
         for block, rows in self._blocks_of(first, end):
             local_sums = in_batch[:, rows].flatten(1).logsumexp(1)
-            new_rows[:, block] = torch.logaddexp(new_rows[:, block], local_sums)
+            new_rows[block] = torch.logaddexp(new_rows[block], local_sums)
             banked_sums = from_bank[:, rows].flatten(1).logsumexp(1)
             banked_sums = torch.where(is_finite, banked_sums, MASKED)
-            stored_sums = self.block_log_sums[:used, block]
-            self.block_log_sums[:used, block] = torch.logaddexp(stored_sums, banked_sums)
+            for stored_sums in (self.block_log_sums[block, :used], self.total_log_sums[:used]):
+                stored_sums.copy_(torch.logaddexp(stored_sums, banked_sums))
         kept = slice(first - self.total_enqueued, None)
         slots = self._slots(first, end)
-        self.block_log_sums[slots] = torch.where(is_finite, new_rows[kept], MASKED)
+        new_rows = torch.where(is_finite, new_rows[:, kept], MASKED)
+        self.block_log_sums[:, slots] = new_rows
+        self.total_log_sums[slots] = new_rows.logsumexp(0)
 
     def _write_pairs(self, local: Pairs, is_finite: Tensor, first: int, end: int) -> None:
         kept = slice(first - self.total_enqueued, None)
@@ -353,11 +358,14 @@ class MemoryBank(nn.Module):
     def _forget_blocks(self, end_block: int) -> None:
         """Forget all blocks in use before ``end_block``, counted from the start of training."""
         first_block = self.oldest_in_use // self.block_size
+        if end_block <= first_block:
+            return
         for block in range(first_block, min(end_block, first_block + self.num_blocks)):
-            column = block % self.num_blocks
-            start = column * self.block_size
+            index = block % self.num_blocks
+            start = index * self.block_size
             self.valid[start : start + self.block_size] = False
-            self.block_log_sums[:, column] = MASKED
+            self.block_log_sums[index] = MASKED
+        self.total_log_sums.copy_(self.block_log_sums.logsumexp(0))
 
     def _slots(self, first: int, end: int) -> Tensor:
         """Return the slots of pairs ``first`` to ``end``."""
@@ -367,7 +375,7 @@ class MemoryBank(nn.Module):
         """Split pairs ``first`` to ``end`` at the bounds of blocks.
 
         Yields:
-            A column of the table, and the rows of the micro-batch whose documents belong to it.
+            A row of the table, and the rows of the micro-batch whose documents belong to it.
         """
         while first < end:
             stop = min(end, (first // self.block_size + 1) * self.block_size)
@@ -395,13 +403,16 @@ def score_blocks(
     in_batch = masked_logits(local, local, temperature, rules)
     n, width = local.valid.shape
     against_bank = in_batch.new_zeros(n, 0, width)
+    against_bank_sums = in_batch.new_zeros(n, 0)
     from_bank = in_batch.new_zeros(0, n, width)
     if bank is not None:
         stored = bank.pairs
         against_bank = masked_logits(local, stored, temperature, rules)
+        by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
+        against_bank_sums = by_block.logsumexp(2)
         if bank.has_queries:
             from_bank = masked_logits(stored, local, temperature, rules, query_drift)
-    return LogitBlocks(in_batch, against_bank, from_bank)
+    return LogitBlocks(in_batch, against_bank, from_bank, against_bank_sums)
 
 
 class GuideRing(nn.Module):

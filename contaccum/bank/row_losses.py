@@ -24,7 +24,7 @@ def banked_row_losses(bank: MemoryBank, blocks: LogitBlocks, bank_weight: float)
     A banked negative counts ``bank_weight`` times, a local document and the row's own positive
     once.
     """
-    positive_logits = bank.pairs.positive_logits
+    positive_logits = bank.positive_logits[: bank.num_used_slots]
     terms = [
         positive_logits,
         bank.log_sums + math.log(bank_weight),
@@ -47,22 +47,18 @@ def local_row_losses(
         local: the micro-batch, with documents relative to ``passage_mean`` (d,).
         positives: known positives of the data set.
     """
-    # Subtracting the mean from all documents took this from all logits of a row. No softmax over
-    # one direction sees it; hardness weights and a softmax over several directions do.
-    score_offset = torch.zeros_like(local.positive_logits)
-    if passage_mean is not None:
-        score_offset = local.queries @ passage_mean / settings.temperature
-
     in_batch = blocks.in_batch
     if settings.hardness_mode is not None:
+        score_offset = _score_offset(local, passage_mean, settings.temperature)
         similarities = (in_batch + score_offset[:, None, None]) * settings.temperature
         strength = settings.hardness_strength
         in_batch = add_hardness(in_batch, similarities, settings.hardness_mode, strength)
-    against_bank = blocks.against_bank.flatten(1) + math.log(bank_weight)
-    log_sums = torch.cat([in_batch.flatten(1), against_bank], dim=1).logsumexp(1)
+    against_bank_sums = blocks.against_bank_sums + math.log(bank_weight)
+    log_sums = torch.cat([in_batch.flatten(1), against_bank_sums], dim=1).logsumexp(1)
     if len(settings.directions) == 1:
         return log_sums - local.positive_logits
 
+    score_offset = _score_offset(local, passage_mean, settings.temperature)
     documents = local.documents
     if passage_mean is not None:
         documents = documents + passage_mean
@@ -75,6 +71,16 @@ def local_row_losses(
     if settings.partition_mode == "joint":
         return stacked.logsumexp(0) - positive_logits
     return stacked.mean(0) - positive_logits
+
+
+def _score_offset(local: Pairs, passage_mean: Tensor | None, temperature: float) -> Tensor:
+    """Return what subtracting the mean from all documents took from the logits of each row, (n,).
+
+    No softmax over one direction depends on it; hardness weights and several directions do.
+    """
+    if passage_mean is None:
+        return torch.zeros_like(local.positive_logits)
+    return local.queries @ passage_mean / temperature
 
 
 def _direction_log_sums(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from contaccum import BankedInfoNCE
 from contaccum.bank.false_negatives import PositivesTable, is_same_text
-from contaccum.bank.logits import NO_ID, Pairs
+from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, Pairs
 from torch import Tensor
 
 from dense_reference import DenseReference, relative_errors
@@ -211,9 +211,9 @@ def make_pairs(query_ids: Tensor, document_ids: Tensor) -> Pairs:
     )
 
 
-def test_rules_by_ids_equal_a_loop_with_any_int64_and_missing_ids():
+def test_rules_by_ids_equal_a_loop_with_any_int64_that_is_not_reserved_and_missing_ids():
     generator = torch.Generator().manual_seed(1)
-    values = torch.tensor([NO_ID, NO_ID + 1, -1, 0, 1, 2**62, 2**63 - 1])
+    values = torch.tensor([NO_ID, NO_ID_OF_ROW + 1, -1, 0, 1, 2**62, 2**63 - 1])
 
     def draw(*shape: int) -> Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
