@@ -14,7 +14,7 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from contaccum.distributed import over_ranks, world_size
-from contaccum.encoders.dual_encoder import is_tied, tower
+from contaccum.encoders.towers import is_tied, tower
 
 
 class TowerGradNorms:
