@@ -1,7 +1,7 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer, tied or untied.
 
-What it saves, `SentenceTransformer(path)` loads. Loading, pooling, prompts and routing are sentence-transformers';
-this module puts the pieces together and adds BEIR's names.
+`SentenceTransformer(path)` loads a folder that it saved. Pooling, prompts and routing are
+sentence-transformers' own; this module puts them together, and adds the method names of BEIR.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router
+from sentence_transformers.sentence_transformer.modules import (
+    Module,
+    Normalize,
+    Pooling,
+    Router,
+    Transformer,
+)
 from sentence_transformers.util import get_device_name
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -21,22 +27,28 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from contaccum.data.records import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import load_transformer, loading
-from contaccum.encoders.pooling import fit_pooling
+from contaccum.encoders.pooling import PoolingMode, fit_pooling
 from contaccum.encoders.settings import lower_default_lengths, positions, set_max_lengths
 from contaccum.encoders.towers import is_tied, tower
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import AnyPath
 
+_QUERY_MAX_LENGTH = 32
+_PASSAGE_MAX_LENGTH = 256
+_SIMILARITY_NAMES: dict[str, Literal["dot", "cosine"]] = {"dot": "dot", "cos": "cosine"}
+"""Our name of a similarity -> sentence-transformers' name."""
+
 
 class DualEncoder(SentenceTransformer):
-    """A SentenceTransformer for retrieval: ``encode_query`` / ``encode_document``, and one tower for each.
+    """A SentenceTransformer for retrieval, with a tower for queries and a tower for passages.
 
-    `from_backbone` makes one from a bare backbone, `from_pretrained` loads a saved SentenceTransformer.
-    Untied towers are the routes "query" and "document" of a Router.
+    `from_backbone` makes one from a bare backbone, `from_pretrained` loads a saved
+    SentenceTransformer. Tied towers are one module. Untied towers are the routes "query" and
+    "document" of a Router.
 
     Example:
         ```python
-        model = DualEncoder.from_backbone("bert-base-uncased", tied=False, pooling="cls", normalize=False)
+        model = DualEncoder.from_backbone("bert-base-uncased", tied=False, pooling="cls")
         queries = model.encode_queries(["what keeps the sky up?"])                    # (1, d)
         passages = model.encode_corpus([{"title": "Sky", "text": "Nothing does."}])  # (1, d)
         ```
@@ -63,49 +75,50 @@ class DualEncoder(SentenceTransformer):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> DualEncoder:
-        """Put pooling on a transformers backbone of the hub, of a folder, or fresh from a ``PretrainedConfig``.
+        """Put pooling on a transformers backbone: from the hub, from a folder, or a fresh one.
 
-        Where its tokenizer has no pad token, EOS pads. For ``"lasttoken"`` on a decoder it ends every text in EOS.
+        A tokenizer without a pad token pads with EOS. With ``"lasttoken"`` on a decoder, it ends
+        every text in EOS.
 
         Args:
-            tied: one tower for queries and passages; False gives each its own copy of the weights.
-            pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"``. None: ``"lasttoken"`` for a decoder,
-                ``"cls"`` for an encoder.
-            normalize: end with unit length, so that inner product is cosine.
-            query_prompt, passage_prompt: put before each query or passage, in training and in encoding.
-            query_max_length, passage_max_length: tokens of a text, special tokens included. None: 32 and 256, or what
-                the backbone can take where that is less.
-            similarity: ``"dot"`` or ``"cos"``; None: cosine when normalized, else dot product.
-            tokenizer: name, folder or object; needed with a config, otherwise that of ``name``.
-            trust_remote_code: run code that comes with the model. Off unless you have read it.
-            model_kwargs: more of transformers' ``from_pretrained``, for a name or folder.
+            name: a name on the hub, a folder, or a ``PretrainedConfig`` for fresh weights.
+            tied: one tower for queries and passages; False: each has its own copy of the weights.
+            pooling: ``"cls"`` (DPR, the paper), ``"mean"`` or ``"lasttoken"``. None:
+                ``"lasttoken"`` for a decoder, ``"cls"`` for an encoder.
+            normalize: scale embeddings to unit length, so that the inner product is the cosine.
+            query_prompt, passage_prompt: text before each query or passage, in training and in
+                encoding.
+            query_max_length, passage_max_length: tokens of a text, special tokens included. None:
+                32 and 256, or fewer if the backbone takes fewer.
+            similarity: ``"dot"`` or ``"cos"``. None: ``"cos"`` if normalized, else ``"dot"``.
+            tokenizer: a name, a folder or an object; required with a config. None: that of
+                ``name``.
+            trust_remote_code: run code that comes with the model. Read it first.
+            model_kwargs: more arguments of transformers' ``from_pretrained``.
 
         Raises:
-            UserError: when the backbone cannot be loaded; ConfigError for arguments that are out of range, or that the
-                backbone cannot take.
+            UserError: if the backbone cannot be loaded.
+            ConfigError: for arguments that are out of range, or that the backbone cannot take.
         """
         check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
         check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
-        check_choice("similarity", similarity, (None, "dot", "cos"))
+        check_choice("similarity", similarity, (None, *_SIMILARITY_NAMES))
         settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
         transformer = load_transformer(name, tokenizer, settings, trust_remote_code)
         if transformer.tokenizer is None:
             raise ConfigError(f"{name}: this backbone has no tokenizer, so it does not encode text")
         pooling = fit_pooling(transformer, transformer.tokenizer, pooling)
-        limit = min(transformer.tokenizer.model_max_length, positions(transformer))
-        query_max_length = min(32, limit) if query_max_length is None else query_max_length
-        passage_max_length = min(256, limit) if passage_max_length is None else passage_max_length
-        # One module serves both kinds in a tied model: lengths go by task, and encode() without one gets the longer.
+        longest = min(transformer.tokenizer.model_max_length, positions(transformer))
+        if query_max_length is None:
+            query_max_length = min(_QUERY_MAX_LENGTH, longest)
+        if passage_max_length is None:
+            passage_max_length = min(_PASSAGE_MAX_LENGTH, longest)
+        # encode() without a task cuts texts at this length.
         transformer.max_seq_length = max(query_max_length, passage_max_length)
-        modules: list[nn.Module] = [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
-        if normalize:
-            modules.append(Normalize())
-        if not tied:
-            modules = [Router.for_query_document(modules, copy.deepcopy(modules))]  # type: ignore[arg-type]  # list invariance
         model = cls(
-            modules=modules,
+            modules=_make_modules(transformer, pooling, normalize, tied),
             prompts={"query": query_prompt or "", "document": passage_prompt or ""},
-            similarity_fn_name="cosine" if similarity == "cos" or (similarity is None and normalize) else "dot",
+            similarity_fn_name=_SIMILARITY_NAMES[similarity or ("cos" if normalize else "dot")],
             device=device,
             trust_remote_code=trust_remote_code,
         )
@@ -114,25 +127,46 @@ class DualEncoder(SentenceTransformer):
 
     @classmethod
     def from_pretrained(cls, path: AnyPath, **kwargs: Any) -> DualEncoder:
-        """Load a saved model, with SentenceTransformer's keyword arguments; UserError as `loading` says.
+        """Load a saved model.
 
-        Lengths beyond the positions that a backbone has for the tokens of a text are lowered.
-        An adapter is ready to train on. Towers whose adapters have one base share its weights.
+        Maximum lengths are lowered to the number of positions that the backbone has for the tokens
+        of a text. An adapter is ready for training. Towers whose adapters have the same base share
+        its weights.
+
+        Args:
+            path: a folder, or a name on the hub.
+            kwargs: SentenceTransformer's keyword arguments.
+
+        Raises:
+            UserError: if the model cannot be loaded; see `loading`.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
-            # Each tower comes with the base, of which the device gets one.
-            late = len(adapters.bases(Path(name))) > 1 and not kwargs.get("model_kwargs")
-            model = cls(name, **{**kwargs, **({"device": "cpu"} if late else {})})
+            # Each tower is loaded with a base of its own. They are loaded on the CPU, so that the
+            # device gets the one base that is left.
+            has_two_bases = len(adapters.bases(Path(name))) > 1
+            moves_late = has_two_bases and not kwargs.get("model_kwargs")
+            device = kwargs.get("device")
+            if moves_late:
+                kwargs["device"] = "cpu"
+            model = cls(name, **kwargs)
             adapters.take_up_adapter(model)
             lower_default_lengths(model)
-            return model.to(kwargs.get("device") or get_device_name()) if late else model
+            if moves_late:
+                model.to(device or get_device_name())
+            return model
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """As in SentenceTransformer, of peft's configs; with two towers each gets one, over one base."""
+        """Put an adapter of peft on the model, as SentenceTransformer does.
+
+        Two towers get an adapter each, over one base.
+        """
         adapters.put_adapter(self, adapter_config, adapter_name)
 
     def save_pretrained(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """As in SentenceTransformer. Of a model with an adapter the adapter is saved, and where its base came from."""
+        """Save the model, as SentenceTransformer does.
+
+        Of a model with an adapter, the adapter and the name or folder of its base are saved.
+        """
         with adapters.saving(self, path):
             super().save_pretrained(path, *args, **kwargs)
 
@@ -143,19 +177,58 @@ class DualEncoder(SentenceTransformer):
 
     @property
     def query_encoder(self) -> nn.Module:
-        """The tower of queries: features -> features with ``sentence_embedding`` (n, d). The model itself when tied."""
+        """The query tower, which is the model itself if the towers are tied.
+
+        It maps features to features with ``sentence_embedding`` (n, d).
+        """
         return tower(self, "query")
 
     @property
     def passage_encoder(self) -> nn.Module:
-        """The tower of passages; see `query_encoder`."""
+        """The passage tower; see `query_encoder`."""
         return tower(self, "document")
 
     def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
-        """Embed queries, as BEIR calls it: (len(queries), d). Keyword arguments are those of ``encode_query``."""
+        """Embed queries, by BEIR's name of this method.
+
+        Args:
+            queries: n texts.
+            kwargs: keyword arguments of ``encode_query``.
+
+        Returns:
+            Embeddings (n, d).
+        """
         return self.encode_query(list(queries), batch_size=batch_size, **kwargs)
 
-    def encode_corpus(self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any) -> Any:
-        """Embed passages, as BEIR calls it: (len(corpus), d). A passage is its "title" if any, a space, its "text"."""
-        texts = [passage_text(doc.get("title") or "", doc.get("text") or "") for doc in corpus]
+    def encode_corpus(
+        self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any
+    ) -> Any:
+        """Embed passages, by BEIR's name of this method.
+
+        Args:
+            corpus: n passages. Each has a "text", and may have a "title", which is put before the
+                text with a space between them.
+            kwargs: keyword arguments of ``encode_document``.
+
+        Returns:
+            Embeddings (n, d).
+        """
+        texts = []
+        for document in corpus:
+            title = document.get("title") or ""
+            text = document.get("text") or ""
+            texts.append(passage_text(title, text))
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
+
+
+def _make_modules(
+    transformer: Transformer, pooling: PoolingMode, normalize: bool, tied: bool
+) -> list[nn.Module]:
+    """Return the modules of a model: those of its only tower, or a Router over two towers."""
+    dimension = transformer.get_embedding_dimension()
+    modules: list[Module] = [transformer, Pooling(dimension, pooling_mode=pooling)]
+    if normalize:
+        modules.append(Normalize())
+    if not tied:
+        modules = [Router.for_query_document(modules, copy.deepcopy(modules))]
+    return list(modules)

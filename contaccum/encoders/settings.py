@@ -1,4 +1,4 @@
-"""Settings of a model in memory: lengths of its texts, dropout, frozen word embeddings, attention."""
+"""Settings of a loaded model: maximum lengths, dropout, frozen word embeddings, attention."""
 
 from __future__ import annotations
 
@@ -13,18 +13,36 @@ from transformers import PreTrainedModel
 from contaccum.encoders.towers import tower
 from contaccum.errors import ConfigError
 
+_FEWEST_TOKENS = 3  # the tokens that begin and end a text, and one between them
+_ATTENTION_DROPOUTS = ("attention_dropout", "dropout_prob", "dropout_p")
+"""Attributes that attention modules read instead of having a dropout module."""
 
-def set_max_lengths(model: SentenceTransformer, query: int | None = None, document: int | None = None) -> None:
-    """Truncate queries and documents at these numbers of tokens, or by ConfigError refuse those that it cannot take."""
-    for kind, option, length in (("query", "query_max_length", query), ("document", "passage_max_length", document)):
-        if length is None:
-            continue
-        module = next(tower(model, kind).children())
-        if not hasattr(module, f"{kind}_length"):
-            raise ConfigError(f"{option} needs a transformer that tokenizes text; this model starts otherwise")
-        if not 3 <= length <= positions(module):
-            raise ConfigError(f"{option}={length}: this model takes 3 to {positions(module)} tokens")
-        setattr(module, f"{kind}_length", length)
+
+def set_max_lengths(
+    model: SentenceTransformer, query: int | None = None, document: int | None = None
+) -> None:
+    """Set the numbers of tokens at which queries and documents are truncated; None keeps a number.
+
+    Raises:
+        ConfigError: for a number that the model cannot take.
+    """
+    if query is not None:
+        _set_max_length(model, "query", query, "query_max_length")
+    if document is not None:
+        _set_max_length(model, "document", document, "passage_max_length")
+
+
+def _set_max_length(model: SentenceTransformer, task: str, length: int, option: str) -> None:
+    """Set the length of one task; errors name it by the option."""
+    transformer = next(tower(model, task).children())
+    if not hasattr(transformer, f"{task}_length"):
+        raise ConfigError(
+            f"{option} needs a transformer that tokenizes text; this model starts otherwise"
+        )
+    most = positions(transformer)
+    if not _FEWEST_TOKENS <= length <= most:
+        raise ConfigError(f"{option}={length}: this model takes {_FEWEST_TOKENS} to {most} tokens")
+    setattr(transformer, f"{task}_length", length)
 
 
 def positions(transformer: Any) -> int:
@@ -74,28 +92,48 @@ def configure(
     freeze_word_embeddings: bool = False,
     attn_implementation: str | None = None,
 ) -> None:
-    """Set the probability of every dropout, freeze word embeddings, choose attention by transformers' name for it.
+    """Set dropout, freeze word embeddings, and choose the implementation of attention.
+
+    Args:
+        dropout: the probability of every dropout; None keeps the model's own.
+        freeze_word_embeddings: train everything but the word embeddings.
+        attn_implementation: transformers' name for it; None keeps the model's own.
 
     Raises:
-        ConfigError: for a dropout outside of [0, 1), or an attention that a backbone has not.
+        ConfigError: if the dropout is outside [0, 1), there is no transformers backbone with word
+            embeddings to freeze, or a backbone lacks the attention.
     """
     if dropout is not None:
-        if not 0 <= dropout < 1:
-            raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):  # private, but the base of all of torch's dropouts
-                module.p = dropout
-            for name in ("attention_dropout", "dropout_prob", "dropout_p"):  # what attention reads
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, dropout)
-    backbones = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if freeze_word_embeddings and not backbones:
-        raise ConfigError("freeze_word_embeddings needs a transformers backbone; this model has none")
-    for backbone in backbones:
-        if freeze_word_embeddings:
-            backbone.get_input_embeddings().weight.requires_grad_(False)
-        if attn_implementation is not None:
-            try:
-                backbone.set_attn_implementation(attn_implementation)
-            except (ValueError, ImportError) as error:
-                raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
+        _set_dropout(model, dropout)
+    pretrained_models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+    if freeze_word_embeddings:
+        if not pretrained_models:
+            raise ConfigError(
+                "freeze_word_embeddings needs a transformers backbone; this model has none"
+            )
+        for pretrained_model in pretrained_models:
+            pretrained_model.get_input_embeddings().weight.requires_grad_(False)
+    if attn_implementation is not None:
+        for pretrained_model in pretrained_models:
+            _set_attention(pretrained_model, attn_implementation)
+
+
+def _set_dropout(model: nn.Module, dropout: float) -> None:
+    """Set the probability of every dropout."""
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+    for module in model.modules():
+        # Private, but the base of all of torch's dropouts.
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = dropout
+        for name in _ATTENTION_DROPOUTS:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, dropout)
+
+
+def _set_attention(pretrained_model: PreTrainedModel, attn_implementation: str) -> None:
+    """Set the implementation of attention, or raise `ConfigError` if the model lacks it."""
+    try:
+        pretrained_model.set_attn_implementation(attn_implementation)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
