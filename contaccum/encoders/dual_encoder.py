@@ -172,7 +172,7 @@ class DualEncoder(SentenceTransformer):
 
     @property
     def tied(self) -> bool:
-        """Whether queries and passages share every weight."""
+        """Return whether queries and passages share every weight."""
         return is_tied(self)
 
     @property
