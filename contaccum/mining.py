@@ -359,7 +359,7 @@ def load_cross_encoder(name: str, device: str | None = None, trust_remote_code: 
     """A CrossEncoder by folder or hub name; raises `UserError` where none that gives a pair one score can be loaded."""
     from sentence_transformers import CrossEncoder
 
-    from contaccum.encoders.dual_encoder import loading
+    from contaccum.encoders.loading import loading
 
     with loading(name, trust_remote_code) as path:
         cross_encoder = CrossEncoder(path, device=device, trust_remote_code=trust_remote_code)

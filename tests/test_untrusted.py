@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.modules import Dense
 from transformers import AutoModel, BertForSequenceClassification
 
 from contaccum import DualEncoder
-from contaccum.encoders.dual_encoder import loading
+from contaccum.encoders.loading import loading
 from contaccum.errors import UserError
 
 

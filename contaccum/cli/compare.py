@@ -1,21 +1,76 @@
-"""`contaccum compare`: plan, refuse, tune, train what is not trained yet, report."""
+"""`contaccum compare`: plan the runs, check them, tune, train what is missing, write the report."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contaccum.cli.options import PRECISIONS, Parser, positive
 from contaccum.errors import ConfigError
 from contaccum.files import provenance, redact, write_json, write_text
 
+if TYPE_CHECKING:
+    from contaccum.comparison.plan import Plan
+
+_METHODS = ("grad_accum", "grad_cache", "contaccum", "pre_batch")
+
 
 def run(argv: Sequence[str]) -> int:
-    """``contaccum compare``; returns 0, or 1 when a run failed. Raises `UserError` before anything is trained."""
+    """Train methods and settings side by side, and write a report.
+
+    Returns:
+        0, or 1 if a run failed.
+
+    Raises:
+        UserError: for a mistake of the user's, before anything is trained.
+    """
+    files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
+    args, rest = _make_parser().parse(argv[len(files) :], rest=True)
+
+    from contaccum.comparison.plan import make_plan, read_options
+    from contaccum.comparison.run import about_sets, run_plan
+    from contaccum.comparison.summary import build_report
+
+    options = read_options(files, rest)
+    has_token = any(key.endswith("_token") for key in options)
+    if has_token or redact([*argv, options]) != [*argv, options]:
+        raise ConfigError("a credential among the options, which are written down: put it into the environment")
+    plan = make_plan(options, args.methods, args.variant, args.grid, args.seeds, args.baseline)
+    evaluation = _evaluation_options(args)
+    sets = about_sets(evaluation)
+    train_missing = partial(run_plan, at_once=args.jobs, progress=partial(print, flush=True))
+    failed: dict[str, str] = {}
+    tuning = None
+    if args.tune or args.tune_data:
+        plan, tuning, failed = _tune(plan, args, evaluation, train_missing)
+    results, failed_runs = train_missing(plan, evaluation, sets, args.output_dir / "runs")
+    failed |= failed_runs
+
+    train_fingerprints = {result["identity"]["train_data"] for result in results.values()}
+    settings = {key: " ".join(values) for key, values in options.items()}
+    context = {
+        "command": shlex.join(["contaccum", "compare", *argv]),
+        "settings": {"options": settings, "evaluation": evaluation},
+        "data": {"evaluation": sets, "train": sorted(train_fingerprints)},
+        "tuning": tuning,
+        **provenance(),
+    }
+    report = redact(build_report(plan, results, failed, context))
+    _write_report(report, args.output_dir)
+    for line in report["warnings"]:
+        print(f"take care: {line}")
+    for name, reason in failed.items():
+        print(f"failed: {name}: {reason}")
+    return 1 if failed else 0
+
+
+def _make_parser() -> Parser:
+    """Return the parser of all options but those of `contaccum train`."""
     parser = Parser(
         "compare",
         "Train methods and settings side by side with the same data, budget and initial weights, and report which is "
@@ -23,8 +78,7 @@ def run(argv: Sequence[str]) -> int:
         usage="contaccum compare [CONFIG.yaml ...] --eval_data DIR ... [OPTIONS] [--key value ...]",
     )
     add = parser.add_argument
-    methods = ["grad_accum", "grad_cache", "contaccum", "pre_batch"]
-    add("--methods", nargs="*", default=methods, metavar="METHOD", help=f"default: {' '.join(methods)}")
+    add("--methods", nargs="*", default=_METHODS, metavar="METHOD", help=f"default: {' '.join(_METHODS)}")
     named = "a method by another name, with settings of its own: published method=contaccum drift_compensation=none"
     add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]", help=named)
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
@@ -45,49 +99,57 @@ def run(argv: Sequence[str]) -> int:
     add("--tune_most", type=positive, default=12, metavar="N", help="values tried for each method and cell, at most")
     add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
     add("--output_dir", type=Path, default=Path("runs/compare"))
-    files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
-    asked, rest = parser.parse(argv[len(files) :], rest=True)
+    return parser
 
-    from contaccum.comparison.plan import make_plan, read_options, with_chosen
-    from contaccum.comparison.run import about_sets, run_plan
-    from contaccum.comparison.summary import build_report, markdown
+
+def _evaluation_options(args: Namespace) -> dict[str, Any]:
+    """Return the options that begin with ``eval_``, by the rest of their names."""
+    evaluation = {}
+    for name, value in vars(args).items():
+        if name.startswith("eval_"):
+            evaluation[name.removeprefix("eval_")] = value
+    return evaluation
+
+
+def _tune(
+    plan: Plan,
+    args: Namespace,
+    evaluation: Mapping[str, Any],
+    train_missing: Callable[..., Any],
+) -> tuple[Plan, dict[str, Any], dict[str, str]]:
+    """Choose a setting for each group of the plan by its scores on the dev sets.
+
+    Returns:
+        The plan with the chosen values, what a report says of the tuning, and {run: why it failed}.
+
+    Raises:
+        UserError: for a setting that cannot be tuned, or dev sets that cannot be used.
+    """
+    from contaccum.comparison.plan import with_chosen
+    from contaccum.comparison.run import about_sets
     from contaccum.comparison.tuning import about_tuning, climb, read_ladder
+
+    ladder = read_ladder(plan, args.tune, args.tune_factor, args.tune_most, args.tune_seeds)
+    dev_evaluation = {
+        **evaluation,
+        "data": args.tune_data,
+        "split": args.tune_split,
+        "updates": None,
+    }
+    dev_sets = about_sets(dev_evaluation, "--tune_data")
+    folder = args.output_dir / "tune"
+    scores, failed = climb(plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder))
+    tuning = about_tuning(plan, ladder, scores, dev_sets)
+    chosen = {name: group["chosen"] for name, group in tuning["groups"].items()}
+    return with_chosen(plan, ladder.key, chosen), tuning, failed
+
+
+def _write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write report.json, report.md and report.png."""
+    from contaccum.comparison.summary import markdown
     from contaccum.report import comparison_panels, read_comparison, save_png
 
-    options = read_options(files, rest)
-    if redact([*argv, options]) != [*argv, options] or any(key.endswith("_token") for key in options):
-        raise ConfigError("a credential among the options, which are written down: put it into the environment")
-    plan = make_plan(options, asked.methods, asked.variant, asked.grid, asked.seeds, asked.baseline)
-    evaluation = {key.removeprefix("eval_"): value for key, value in vars(asked).items() if key.startswith("eval_")}
-    sets = about_sets(evaluation)
-    output = asked.output_dir
-    how: Any = {"at_once": asked.jobs, "progress": partial(print, flush=True)}
-    failed: dict[str, str] = {}
-    tuning = None
-    if asked.tune or asked.tune_data:
-        ladder = read_ladder(plan, asked.tune, asked.tune_factor, asked.tune_most, asked.tune_seeds)
-        on_dev = {**evaluation, "data": asked.tune_data, "split": asked.tune_split, "updates": None}
-        dev_sets = about_sets(on_dev, "--tune_data")
-        tried, failed = climb(plan, ladder, lambda rungs: run_plan(rungs, on_dev, dev_sets, output / "tune", **how))
-        tuning = about_tuning(plan, ladder, tried, dev_sets)
-        plan = with_chosen(plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()})
-    results, lost = run_plan(plan, evaluation, sets, output / "runs", **how)
-    failed |= lost
-
-    about = {
-        "command": shlex.join(["contaccum", "compare", *argv]),
-        "settings": {"options": {key: " ".join(x) for key, x in options.items()}, "evaluation": evaluation},
-        "data": {"evaluation": sets, "train": sorted({x["identity"]["train_data"] for x in results.values()})},
-        "tuning": tuning,
-        **provenance(),
-    }
-    report = redact(build_report(plan, results, failed, about))
-    write_json(output / "report.json", report)
-    write_text(output / "report.md", markdown(report))
-    save_png(comparison_panels(read_comparison(output / "report.json")), output / "report.png")
-    print(f"written: {output / 'report.md'}, report.json and report.png beside it")
-    for line in report["warnings"]:
-        print(f"take care: {line}")
-    for name, why in failed.items():
-        print(f"failed: {name}: {why}")
-    return 1 if failed else 0
+    write_json(folder / "report.json", report)
+    write_text(folder / "report.md", markdown(report))
+    save_png(comparison_panels(read_comparison(folder / "report.json")), folder / "report.png")
+    print(f"written: {folder / 'report.md'}, report.json and report.png beside it")

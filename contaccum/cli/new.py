@@ -68,7 +68,7 @@ def _measure(model: str) -> tuple[Callable[[str], float], int, str]:
     from sentence_transformers.util import load_file_path
     from transformers import AutoTokenizer
 
-    from contaccum.encoders.dual_encoder import require_model
+    from contaccum.encoders.loading import require_model
 
     try:
         require_model(model)

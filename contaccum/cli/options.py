@@ -92,7 +92,8 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     """The model ``name`` as the command line says; raises `UserError` for a model or device that cannot be used."""
     import torch
 
-    from contaccum.encoders.dual_encoder import DualEncoder, set_max_lengths
+    from contaccum.encoders.dual_encoder import DualEncoder
+    from contaccum.encoders.settings import set_max_lengths
 
     try:
         torch.empty(0, device=args.device)  # before a model is read for it

@@ -89,44 +89,100 @@ def load_training_data(
         ConfigError: an unknown format, or settings that cannot be used.
         DataError: a source, a record or a cache that cannot be used, no row is left, or no record has a negative.
     """
-    import pyarrow.compute as pc
-
-    h, report = num_hard_negatives, RecordReport(on_bad_record)
+    report = RecordReport(on_bad_record)
     source = Source(path, data_format, split, columns, needs_scores=teacher_scores, corpus=corpus, min_score=min_score)
     if source.data_format == "msmarco":
-        source.num_negatives = (negatives_from or max(_TRIPLES, h)) if h else 0
-    positives = positives or ("all" if source.data_format in JUDGED else "draw")
-    selection = Selection(h, positives, negatives_from, missing_negatives)
-    records, pairs, about = _cached(source, report)
-    report.restore(about["report"])
-    # By the offsets of the lists: no text is read.
-    offsets = (records.data.column(name) for name in ("negatives", "positives"))
-    negatives, listed = (pc.list_value_length(column).to_numpy() for column in offsets)
-    if h and not negatives.any() and not negatives_to_come:
-        raise DataError(one_line(f"{path}: num_hard_negatives={h}, but no record has a negative (mine some)"))
-    if teacher_scores and missing_negatives == "fill" and (short := int((negatives < h).sum())):
-        what = f"{short} records have fewer than num_hard_negatives={h} negatives, and what fills up has no score"
-        raise DataError(one_line(f"{path}: {what} (set missing_negatives=drop, or lower num_hard_negatives)"))
-    kept = np.arange(len(records)) if missing_negatives == "fill" else np.flatnonzero(negatives >= h)
+        source.num_negatives = 0
+        if num_hard_negatives:
+            source.num_negatives = negatives_from or max(_TRIPLES, num_hard_negatives)
+    if not positives:
+        positives = "all" if source.data_format in JUDGED else "draw"
+    selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
+    records, pairs, facts = _cached(source, report)
+    report.restore(facts["report"])
+    num_positives = _list_lengths(records, "positives")
+    num_negatives = _list_lengths(records, "negatives")
+    if num_hard_negatives and not num_negatives.any() and not negatives_to_come:
+        message = f"num_hard_negatives={num_hard_negatives}, but no record has a negative (mine some)"
+        raise DataError(one_line(f"{path}: {message}"))
+    if teacher_scores:
+        _refuse_fillers_without_score(path, selection, num_negatives)
+    kept = np.arange(len(records))
+    if missing_negatives == "drop":
+        kept = np.flatnonzero(num_negatives >= num_hard_negatives)
     report.leave_out(source.path, sampling.TOO_FEW, len(records) - len(kept))
     report.refuse_if_nothing_left(path, len(kept), "training pairs")
-    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(h))]
-    each = listed[kept] if positives == "all" else np.ones_like(kept)
-    rows_of = None  # where row i is record i
-    if len(kept) < len(records) or each.max() > 1:
-        which = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-        rows_of = np.column_stack([np.repeat(kept, each), which])
-    transform = EpochSampling(records, names, selection, rows_of, several_positives(pairs))
-    # Of the content, and of those settings alone that make a difference to it.
-    used = [about["texts"], positives if listed.max() > 1 else "one"]
-    if h:
-        drawn = min(negatives_from or negatives.max(), negatives.max())
-        used += [about["negatives"], h, int(drawn), missing_negatives if negatives.min() < h else None]
-    used += [about["scores"]] if teacher_scores else []
+    names = ["query", "positive", *(f"negative_{i + 1}" for i in range(num_hard_negatives))]
+    rows = _rows_of_records(kept, len(records), selection, num_positives)
+    transform = EpochSampling(records, names, selection, rows, several_positives(pairs))
     transform.gives_scores = teacher_scores
-    rows, content = sampling.as_rows(transform), fingerprint(*used)
-    unused = about["scores"] != fingerprint() and not teacher_scores
-    return TrainingData(rows, str(path), source.data_format, report, content, transform, pairs, unused)
+    return TrainingData(
+        sampling.as_rows(transform),
+        str(path),
+        source.data_format,
+        report,
+        _content_fingerprint(facts, selection, num_positives, num_negatives, teacher_scores),
+        transform,
+        pairs,
+        unused_scores=facts["scores"] != fingerprint() and not teacher_scores,
+    )
+
+
+def _list_lengths(records: Dataset, name: str) -> np.ndarray:
+    """Return the number of texts in each record's list, without reading the texts."""
+    import pyarrow.compute as pc
+
+    return pc.list_value_length(records.data.column(name)).to_numpy()
+
+
+def _refuse_fillers_without_score(path: AnyPath, selection: Selection, num_negatives: np.ndarray) -> None:
+    """Refuse records that would be filled up with passages for which there is no teacher's score."""
+    h = selection.num_hard_negatives
+    num_short = int((num_negatives < h).sum())
+    if selection.missing_negatives == "fill" and num_short:
+        message = (
+            f"{num_short} records have fewer than num_hard_negatives={h} negatives, and what fills up has no score"
+        )
+        remedy = "set missing_negatives=drop, or lower num_hard_negatives"
+        raise DataError(one_line(f"{path}: {message} ({remedy})"))
+
+
+def _rows_of_records(
+    kept: np.ndarray, num_records: int, selection: Selection, num_positives: np.ndarray
+) -> np.ndarray | None:
+    """Return the record of each row, and which of its positives the row has, int64 (N, 2).
+
+    None: row i is record i.
+    """
+    rows_per_record = np.ones_like(kept)
+    if selection.positives == "all":
+        rows_per_record = num_positives[kept]
+    if len(kept) == num_records and rows_per_record.max() <= 1:
+        return None
+    first_rows = np.cumsum(rows_per_record) - rows_per_record
+    which_positive = np.arange(rows_per_record.sum()) - np.repeat(first_rows, rows_per_record)
+    return np.column_stack([np.repeat(kept, rows_per_record), which_positive])
+
+
+def _content_fingerprint(
+    facts: Mapping[str, Any],
+    selection: Selection,
+    num_positives: np.ndarray,
+    num_negatives: np.ndarray,
+    teacher_scores: bool,
+) -> str:
+    """Return the fingerprint of the texts and of the settings that make a difference to them."""
+    parts: list[Any] = [facts["texts"]]
+    parts.append(selection.positives if num_positives.max() > 1 else "one")
+    if selection.num_hard_negatives:
+        most = num_negatives.max()
+        parts += [facts["negatives"], selection.num_hard_negatives]
+        parts.append(int(min(selection.negatives_from or most, most)))
+        has_missing = num_negatives.min() < selection.num_hard_negatives
+        parts.append(selection.missing_negatives if has_missing else None)
+    if teacher_scores:
+        parts.append(facts["scores"])
+    return fingerprint(*parts)
 
 
 SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}

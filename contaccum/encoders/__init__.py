@@ -1,1 +1,1 @@
-"""Encoders: `DualEncoder`, adapters on it, and the gradient norms of its towers."""
+"""Encoders: `DualEncoder`, what loads and configures models, adapters, gradient norms by tower."""

@@ -1,7 +1,7 @@
-"""Adapters (LoRA) by peft: small matrices beside the weights of a backbone, which themselves stay as they are.
+"""LoRA adapters by peft: small matrices beside the weights of a backbone, which are frozen.
 
-Untied towers have an adapter each, over one base whose weights they share. What is saved are the adapters; the base is
-referenced by its name or folder. How a forward pass uses an adapter is peft's affair.
+Untied towers have an adapter each over one base, whose weights they share. A saved folder holds the
+adapters, and the name or folder of the base. peft applies adapters in a forward pass.
 """
 
 from __future__ import annotations
@@ -26,8 +26,17 @@ from contaccum.errors import ConfigError, UserError, closest
 from contaccum.files import AnyPath, read_json, write_json
 
 _CONFIG = "adapter_config.json"
-_OF_ADAPTERS = (_CONFIG, "adapter_model.*")
-_OF_BACKBONES = ("config.json", "model.safetensors*", "model-*.safetensors", "pytorch_model.bin*", "pytorch_model-*")
+_TOWER_FOLDERS = "*_Transformer"
+_ADAPTER_FILES = (_CONFIG, "adapter_model.*")
+_BACKBONE_FILES = (
+    "config.json",
+    "model.safetensors*",
+    "model-*.safetensors",
+    "pytorch_model.bin*",
+    "pytorch_model-*",
+)
+_RECORDED = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
+"""Attributes of an adapter's config that records hold."""
 
 
 def add_adapter(
@@ -37,195 +46,326 @@ def add_adapter(
     dropout: float = 0.0,
     target_modules: Sequence[str] | None = None,
 ) -> None:
-    """Freeze every backbone of a model, and put on each a LoRA adapter, which trains instead (arXiv 2106.09685).
+    """Freeze every backbone of a model, and add a LoRA adapter to each (arXiv 2106.09685).
 
-    A linear layer W (out, in) becomes W + alpha / r * B A, with A (r, in) and B (out, r) in float32. B starts at zero,
-    so that the model encodes as before. Weights that the towers have in common are one from now on.
+    A linear layer W (out, in) becomes W + alpha / r * B A, with A (r, in) and B (out, r) in
+    float32. Only A and B are trained. B starts at zero, so embeddings do not change yet. Towers
+    share the weights in which they are equal.
 
     Args:
+        r: the rank.
         alpha: None: 2 r.
-        dropout: of what A reads.
-        target_modules: names of layers, or how their names end. None: every linear layer.
+        dropout: the probability with which an input of A is dropped.
+        target_modules: names of layers, or the ends of their names. None: every linear layer.
 
     Raises:
-        ConfigError: for a layer that is not there or cannot have an adapter, for a model that has one already, or
-            where peft is missing.
+        ConfigError: if a layer does not exist or cannot have an adapter, the model has an adapter
+            already, or peft is not installed.
     """
     require_peft("an adapter")
     from peft import LoraConfig
 
-    found = backbones(model)
-    if not found or has_adapter(model):
-        raise ConfigError(f"lora_r={r}: this model has {'an adapter already' if found else 'no transformers backbone'}")
+    models = backbones(model)
+    if not models:
+        raise ConfigError(f"lora_r={r}: this model has no transformers backbone")
+    if has_adapter(model):
+        raise ConfigError(f"lora_r={r}: this model has an adapter already")
     targets = list(target_modules or ())
-    for backbone in found:
-        names = [name for name, _ in backbone.named_modules()]
-        for target in targets:  # peft takes a misspelt one for none as long as another is there
-            if not any(f".{name}".endswith(f".{target}") for name in names):
-                hint = closest(target, {name.rpartition(".")[2] for name in names})
-                raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{hint}")
+    for backbone in models:
+        _require_layers(backbone, targets)
     layers: Any = targets or "all-linear"
     try:
-        put_adapter(model, LoraConfig(r=r, lora_alpha=alpha or 2 * r, lora_dropout=dropout, target_modules=layers))  # type: ignore[arg-type]
+        config = LoraConfig(
+            r=r,
+            lora_alpha=alpha or 2 * r,  # type: ignore[arg-type]  # peft takes floats as well
+            lora_dropout=dropout,
+            target_modules=layers,
+        )
+        put_adapter(model, config)
     except ValueError as error:
         raise ConfigError(f"lora_target_modules={layers}: {error}") from error
 
 
+def _require_layers(backbone: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Refuse a target that no layer is called; peft ignores it if another target is a layer."""
+    names = [name for name, _ in backbone.named_modules()]
+    for target in targets:
+        if any(f".{name}".endswith(f".{target}") for name in names):
+            continue
+        hint = closest(target, {name.rpartition(".")[2] for name in names})
+        raise ConfigError(f"lora_target_modules: the model has no layer {target!r}{hint}")
+
+
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """As `add_adapter`, of any of peft's configs; raises what peft raises."""
+    """Freeze every backbone of a model, and add an adapter of any peft config to each.
+
+    Raises:
+        ValueError: and others, as peft raises them.
+    """
     from peft.functional import cast_adapter_dtype
 
     for backbone in backbones(model):
-        own = copy.deepcopy(config)
-        backbone.add_adapter(own, name)
+        backbone_config = copy.deepcopy(config)
+        backbone.add_adapter(backbone_config, name)
         base = backbone.name_or_path
-        own.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base  # found from anywhere
-        cast_adapter_dtype(backbone, name or "default")  # most of an update would be rounded away in bfloat16
-    _share_frozen(backbones(model))
+        if os.path.isdir(base):
+            # An absolute path can be loaded from any working directory.
+            base = os.path.abspath(base)
+        backbone_config.base_model_name_or_path = base
+        # bfloat16 would round most of an update away.
+        cast_adapter_dtype(backbone, name or "default")
+    _share_equal_frozen_weights(backbones(model))
 
 
 def take_up_adapter(model: nn.Module) -> None:
-    """Have the adapters that a model was loaded with train on, if any, and towers of one base share it."""
-    if has_adapter(model):
-        for backbone in backbones(model):
-            backbone.set_adapter(backbone.active_adapters())
-        _share_frozen(backbones(model))
+    """Make the adapters of a loaded model trainable, and let towers share equal frozen weights.
+
+    A model without an adapter is left alone.
+    """
+    if not has_adapter(model):
+        return
+    for backbone in backbones(model):
+        backbone.set_adapter(backbone.active_adapters())
+    _share_equal_frozen_weights(backbones(model))
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add the adapters to the weights beside them: leaves a plain model, each tower with weights of its own."""
+    """Add the adapters to the weights beside them, which gives a plain model.
+
+    Each tower has its own weights then.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for transformer in [module for module in model.modules() if isinstance(module, Transformer)]:
-        backbone = transformer.model = copy.deepcopy(transformer.model)  # its base may be another tower's as well
+    transformers = [module for module in model.modules() if isinstance(module, Transformer)]
+    for transformer in transformers:
+        # A copy, because another tower may share the base.
+        backbone = copy.deepcopy(transformer.model)
+        transformer.model = backbone
         for name, layer in list(backbone.named_modules()):
             if isinstance(layer, BaseTunerLayer):
                 layer.merge(safe_merge=True)
                 backbone.set_submodule(name, layer.get_base_layer())
         backbone.delete_adapter(list(backbone.peft_config))
-        # Private: how the names of an adapter differ from its file's. transformers would rename full weights by it.
+        # Private: it maps the names of an adapter's weights to those in its file. transformers
+        # would rename the merged weights by it.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
 
 
 def backbones(model: nn.Module) -> list[Any]:
-    """The transformers models in a model: one, or each tower's."""
+    """Return the transformers models in a model: one, or one for each tower."""
     return [module.model for module in model.modules() if isinstance(module, Transformer)]
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether a backbone of the model has an adapter."""
+    """Return whether a backbone of the model has an adapter."""
     return any(getattr(backbone, "peft_config", None) for backbone in backbones(model))
 
 
 def describe(model: nn.Module) -> list[dict[str, Any]]:
-    """Base, rank, weight, dropout and layers of each tower's adapter, for records; none without any."""
-    configs = [config for backbone in backbones(model) for config in getattr(backbone, "peft_config", {}).values()]
-    names = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
-    about = [{name: getattr(config, name, None) for name in names} for config in configs]
-    return [one | {"layers": sorted(config.target_modules)} for one, config in zip(about, configs, strict=True)]
+    """Return base, rank, alpha, dropout and layers of each tower's adapter, for records."""
+    records = []
+    for config in _adapter_configs(model):
+        record = {name: getattr(config, name, None) for name in _RECORDED}
+        record["layers"] = sorted(config.target_modules)
+        records.append(record)
+    return records
 
 
-def require_peft(what: str) -> None:
-    """Refuse, by a ConfigError, what needs peft where that is not installed."""
+def _adapter_configs(model: nn.Module) -> list[Any]:
+    """Return the peft configs of all adapters."""
+    configs: list[Any] = []
+    for backbone in backbones(model):
+        configs.extend(getattr(backbone, "peft_config", {}).values())
+    return configs
+
+
+def require_peft(feature: str) -> None:
+    """Raise `ConfigError` for a feature that needs peft if peft is not installed."""
     if find_spec("peft") is None:
-        raise ConfigError(f"{what} needs peft, which is not installed: pip install 'contaccum[peft]'")
+        raise ConfigError(
+            f"{feature} needs peft, which is not installed: pip install 'contaccum[peft]'"
+        )
 
 
 def in_4bit() -> dict[str, Any]:
-    """``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314); ConfigError where that cannot be."""
+    """Return ``model_kwargs`` that load weights in 4 bits (NF4, arXiv 2305.14314).
+
+    Raises:
+        ConfigError: if bitsandbytes is not installed, or there is no accelerator.
+    """
     if find_spec("bitsandbytes") is None:
-        raise ConfigError("load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes")
+        raise ConfigError(
+            "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+        )
     if not torch.accelerator.is_available():
         raise ConfigError("load_in_4bit needs an accelerator, and there is none: drop it")
-    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **kind)}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config}
 
 
-def _share_frozen(found: Sequence[PreTrainedModel]) -> None:
-    """Put the first backbone's frozen weights in the place of those of the others that are equal."""
-    first = dict(found[0].named_parameters())
-    for backbone in found[1:]:
-        # Equal codes of quantized weights may stand for different numbers, unless they are of one base.
-        one_base = backbone.name_or_path == found[0].name_or_path
-        for name, own in list(backbone.named_parameters()):
-            given = first.get(name, own)
-            frozen = not (given.requires_grad or own.requires_grad)
-            if frozen and (one_base or own.is_floating_point()) and torch.equal(given, own):
-                place, _, key = name.rpartition(".")
-                setattr(backbone.get_submodule(place), key, given)
+def _share_equal_frozen_weights(models: Sequence[PreTrainedModel]) -> None:
+    """Replace frozen weights of backbones by the first backbone's, if they are equal."""
+    first_weights = dict(models[0].named_parameters())
+    for backbone in models[1:]:
+        has_same_base = backbone.name_or_path == models[0].name_or_path
+        for name, weight in list(backbone.named_parameters()):
+            first_weight = first_weights.get(name)
+            if first_weight is None or first_weight.requires_grad or weight.requires_grad:
+                continue
+            # Equal codes of quantized weights may stand for different numbers, unless the
+            # backbones have the same base.
+            is_comparable = has_same_base or weight.is_floating_point()
+            if is_comparable and torch.equal(first_weight, weight):
+                module_name, _, attribute = name.rpartition(".")
+                setattr(backbone.get_submodule(module_name), attribute, first_weight)
 
 
 def bases(folder: Path) -> list[str]:
-    """Names or folders of the bases that the adapters in a model's folder need; ConfigError where peft is missing."""
-    files = [file for file in (folder / _CONFIG, *folder.glob(f"*_Transformer/{_CONFIG}")) if file.is_file()]
-    if files:
+    """Return names or folders of the bases of the adapters in a model's folder.
+
+    Raises:
+        ConfigError: if there is an adapter and peft is not installed.
+    """
+    config_files = [folder / _CONFIG, *folder.glob(f"{_TOWER_FOLDERS}/{_CONFIG}")]
+    config_files = [file for file in config_files if file.is_file()]
+    if config_files:
         require_peft(str(folder))
-    return [str(read_json(file)["base_model_name_or_path"]) for file in files]
+    return [str(read_json(file)["base_model_name_or_path"]) for file in config_files]
 
 
 @contextmanager
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
-    """Around what saves a model, with adapters or without, into a folder.
+    """Prepare a folder in which the block saves a model, and complete it afterwards.
 
-    Takes out what another model left there: full weights beside an adapter would be taken for its base, and an adapter
-    beside full weights would be added to them. Notes what sentence-transformers does not, but needs to load the same.
+    Files of another model are removed first. Afterwards the folder gets what
+    sentence-transformers does not save, but needs to load the same model with an adapter.
+
+    Raises:
+        ConfigError: if the base of an adapter is not saved in its folder.
     """
-    folder, adapted = Path(folder), has_adapter(model)
-    configs = [config for x in backbones(model) if adapted for config in x.peft_config.values()]
-    needed = {Path(config.base_model_name_or_path) for config in configs}
-    for base in needed:
+    folder = Path(folder)
+    base_folders = {Path(config.base_model_name_or_path) for config in _adapter_configs(model)}
+    for base in base_folders:
         if base.is_absolute() and not (base / "config.json").is_file():
-            raise ConfigError(f"an adapter is saved without its base, which is not in {base}: call merge_adapter first")
-    own = {base.resolve() for base in needed}
-    for place in (folder, *folder.glob("*_Transformer")):
-        stale = _OF_ADAPTERS if not adapted or place.resolve() in own else (*_OF_ADAPTERS, *_OF_BACKBONES)
-        for file in [file for pattern in stale for file in place.glob(pattern)]:
-            file.unlink()
+            raise ConfigError(
+                f"an adapter is saved without its base, which is not in {base}: "
+                "call merge_adapter first"
+            )
+    _remove_stale_files(folder, has_adapter(model), base_folders)
     yield
-    router, places = folder / "router_config.json", [folder]
-    if not adapted:
+    if not has_adapter(model):
         return
+    adapter_folders = [folder]
     if not (folder / _CONFIG).is_file():
-        # Router hands its towers' subfolders down to their bases, which have none. What it takes for a whole model is
-        # loaded from a folder of its own.
-        content = read_json(router)
-        places = [folder / name for name, kind in content["types"].items() if kind == _TRANSFORMER]
-        for place in places:
-            write_json(place / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER}])
-            content["types"][place.name] = _MODEL
-        write_json(router, content)
-    for place in places:
-        settings = read_json(place / "sentence_bert_config.json")
-        dtype = str(backbones(model)[0].dtype).removeprefix("torch.")
-        write_json(place / "sentence_bert_config.json", {**settings, "model_kwargs": {"dtype": dtype}})
+        adapter_folders = _make_towers_loadable(folder)
+    dtype = str(backbones(model)[0].dtype).removeprefix("torch.")
+    for adapter_folder in adapter_folders:
+        config_file = adapter_folder / "sentence_bert_config.json"
+        write_json(config_file, {**read_json(config_file), "model_kwargs": {"dtype": dtype}})
+
+
+def _remove_stale_files(folder: Path, is_adapted: bool, base_folders: set[Path]) -> None:
+    """Remove the files of a model that was saved in the folder before.
+
+    An adapter beside full weights would be added to them. Full weights beside an adapter would be
+    taken for its base, and are kept only if they are.
+    """
+    resolved_bases = {base.resolve() for base in base_folders}
+    for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
+        patterns: tuple[str, ...] = _ADAPTER_FILES
+        if is_adapted and module_folder.resolve() not in resolved_bases:
+            patterns = (*_ADAPTER_FILES, *_BACKBONE_FILES)
+        for pattern in patterns:
+            for file in list(module_folder.glob(pattern)):
+                file.unlink()
+
+
+def _make_towers_loadable(folder: Path) -> list[Path]:
+    """Change the router's config so that each tower's adapter can be loaded.
+
+    Returns:
+        The folders of the towers' adapters.
+    """
+    # Router would look for a tower's subfolder in the base of its adapter, which has no such
+    # subfolder. A tower that it takes for a whole model is loaded from a folder of its own.
+    router_file = folder / "router_config.json"
+    router = read_json(router_file)
+    tower_folders = []
+    for name, type_name in router["types"].items():
+        if type_name == _TRANSFORMER:
+            tower_folders.append(folder / name)
+    for tower_folder in tower_folders:
+        modules = [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER}]
+        write_json(tower_folder / "modules.json", modules)
+        router["types"][tower_folder.name] = _MODEL
+    write_json(router_file, router)
+    return tower_folders
 
 
 class TransformerLoader(Transformer):
-    """Loads a ``Transformer`` in its place: a tower from a folder of its own, an adapter as precise as it was saved."""
+    """A loader of ``Transformer`` modules with adapters.
+
+    It loads a tower from a folder of its own, and an adapter in the precision in which it was
+    saved.
+    """
 
     @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Transformer:  # type: ignore[override]
-        """As `Transformer.load`; raises UserError for an adapter that does not fit its base."""
-        if subfolder:  # which Transformer would ask an adapter's base for
-            hub: Any = {key: kwargs.get(key) for key in ("token", "cache_folder", "revision", "local_files_only")}
-            model_name_or_path = load_dir_path(model_name_or_path, subfolder, **hub) or model_name_or_path
+    def load(  # type: ignore[override]  # it names only one of Transformer's keyword arguments
+        cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any
+    ) -> Transformer:
+        """Load a module, as `Transformer.load` does.
+
+        Raises:
+            UserError: if an adapter does not fit its base.
+        """
+        if subfolder:
+            # Transformer would look for the subfolder in the base of an adapter.
+            model_name_or_path = _local_folder(model_name_or_path, subfolder, kwargs)
         try:
             module = Transformer.load(model_name_or_path, **kwargs)
         except RuntimeError as error:
-            if "mismatched_sizes" not in str(error):  # transformers' own
+            if "mismatched_sizes" not in str(error):  # a word of transformers' own message
                 raise
-            raise UserError(f"{model_name_or_path}: these weights are of another base, or backbone") from error
-        weights = Path(model_name_or_path, "adapter_model.safetensors")
-        if weights.is_file() and module.model.dtype != torch.float32:
-            from peft.functional import cast_adapter_dtype, set_peft_model_state_dict
-
-            cast_adapter_dtype(module.model, "default")
-            state = {name.removeprefix("base_model.model."): x for name, x in load_file(weights).items()}
-            set_peft_model_state_dict(module.model, state)
+            raise UserError(
+                f"{model_name_or_path}: these weights are of another base, or backbone"
+            ) from error
+        adapter_file = Path(model_name_or_path, "adapter_model.safetensors")
+        if adapter_file.is_file() and module.model.dtype != torch.float32:
+            _load_in_float32(module.model, adapter_file)
         return module
 
 
-_TRANSFORMER, _MODEL = fullname(Transformer), fullname(SentenceTransformer)
+def _local_folder(model_name: str, subfolder: str, hub_options: dict[str, Any]) -> str:
+    """Return the folder of a subfolder's files, which are downloaded for a name on the hub."""
+    local_folder = load_dir_path(
+        model_name,
+        subfolder,
+        token=hub_options.get("token"),
+        cache_folder=hub_options.get("cache_folder"),
+        revision=hub_options.get("revision"),
+        local_files_only=hub_options.get("local_files_only", False),
+    )
+    return local_folder or model_name
+
+
+def _load_in_float32(backbone: PreTrainedModel, adapter_file: Path) -> None:
+    """Load an adapter again in float32: transformers rounds it to the backbone's dtype."""
+    from peft.functional import cast_adapter_dtype, set_peft_model_state_dict
+
+    cast_adapter_dtype(backbone, "default")
+    state = {}
+    for name, weight in load_file(adapter_file).items():
+        state[name.removeprefix("base_model.model.")] = weight
+    set_peft_model_state_dict(backbone, state)
+
+
+_TRANSFORMER = fullname(Transformer)
+_MODEL = fullname(SentenceTransformer)
 LOADERS = dict.fromkeys((_TRANSFORMER, _MODEL), TransformerLoader)
-"""What loads modules, by the types that folders name."""
+"""Type of a module as folders name it -> the class that loads it."""

@@ -1,9 +1,12 @@
-"""Measuring the gradient norms of the two towers.
+"""Gradient norms of the two towers.
 
-GradNormRatio (arXiv 2406.12356, section 5) is the passage tower's norm over the query tower's. Untied towers have a
-gradient each, so it is taken from the weights. Tied towers share theirs, and engines that shard (FSDP2, ZeRO) keep it
-to themselves, so there it is taken from the gradients of the embeddings. Two banks of equal size keep the ratio near 1;
-with the passage bank alone it leaves 1.
+GradNormRatio (arXiv 2406.12356, section 5) is the norm of the passage tower's gradient over that of
+the query tower's. Two banks of equal size keep the ratio near 1; with a passage bank alone it moves
+away from 1.
+
+Untied towers have a gradient each, so the norms are those of the weights' gradients. Tied towers
+share one gradient, and engines that shard weights (FSDP2, ZeRO) leave no rank a whole one. In both
+cases the norms are those of the embeddings' gradients.
 """
 
 from __future__ import annotations
@@ -14,56 +17,89 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from contaccum.distributed import over_ranks, world_size
-from contaccum.encoders.dual_encoder import is_tied, tower
+from contaccum.encoders.towers import is_tied, tower
 
 
 class TowerGradNorms:
-    """Collects what each tower's gradient is over the micro-steps of an update.
+    """Collects the gradient norm of each tower over the micro-steps of an update.
 
     Args:
-        model: the model itself. Without a gradient per tower, a forward hook tells queries by their ``task``, "query".
-        called: what losses call, the model in whatever wraps it (a compiled one cannot be hooked from inside).
-        whole: whether weights have whole gradients on every rank.
+        model: the model itself. If the norms are those of the embeddings' gradients, a forward hook
+            takes outputs whose ``task`` is "query" for queries, and all others for passages.
+        wrapper: the module that losses call, which is the model in its wrappers; None: the model. A
+            compiled model cannot be hooked from inside.
+        has_whole_gradients: whether every rank holds whole gradients of the weights.
     """
 
-    def __init__(self, model: SentenceTransformer, called: nn.Module | None = None, whole: bool = True) -> None:
-        towers = {"query": tower(model, "query"), "passage": tower(model, "document")}
-        self._parameters = {name: list(module.parameters()) for name, module in towers.items()}
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        wrapper: nn.Module | None = None,
+        has_whole_gradients: bool = True,
+    ) -> None:
+        self._parameters = {
+            "query": list(tower(model, "query").parameters()),
+            "passage": list(tower(model, "document").parameters()),
+        }
         self._squares: dict[str, Tensor] = {}
-        by_weights = whole and not is_tied(model)
-        self._hook = None if by_weights else (called or model).register_forward_hook(self._watch)
+        self._hook = None
+        if is_tied(model) or not has_whole_gradients:
+            self._hook = (wrapper or model).register_forward_hook(self._watch)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of the update so far; then starts over.
+        """Return the norms of the update so far, and start over.
 
-        A gradient scaler's ``scale`` is divided out. Reads the device.
+        Reading them waits for the device.
+
+        Args:
+            scale: the scale of a gradient scaler, by which norms are divided.
+
+        Returns:
+            ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``, as far as there are
+            gradients.
         """
-        if self._hook is None:
-            gradients = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
-            norms = {name: nn.utils.get_total_norm(given) for name, given in gradients.items() if given}
-        else:
-            # Gradients of embeddings are scaled for the average over ranks that the weights' gradients go through.
-            squares = sorted(self._squares.items(), reverse=True)  # in one order on all ranks
-            norms = {name: over_ranks("SUM", square).sqrt() / world_size() for name, square in squares}
-            self._squares = {}
-        values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
+        norms = self._norms_of_weights() if self._hook is None else self._norms_of_embeddings()
+        values = {}
+        for name, norm in norms.items():
+            values[f"grad_norm_{name}"] = norm.item() / scale
         if len(values) == 2 and values["grad_norm_query"]:
             values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
         return values
 
     def close(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
 
+    def _norms_of_weights(self) -> dict[str, Tensor]:
+        norms = {}
+        for name, parameters in self._parameters.items():
+            gradients = [weight.grad for weight in parameters if weight.grad is not None]
+            if gradients:
+                norms[name] = nn.utils.get_total_norm(gradients)
+        return norms
+
+    def _norms_of_embeddings(self) -> dict[str, Tensor]:
+        norms = {}
+        # Sorted, so that all ranks sum in one order.
+        for name, square in sorted(self._squares.items(), reverse=True):
+            # The gradients of embeddings are scaled up for the average over ranks that the
+            # gradients of weights go through.
+            norms[name] = over_ranks("SUM", square).sqrt() / world_size()
+        self._squares = {}
+        return norms
+
     def _watch(self, module: nn.Module, arguments: tuple[Any, ...], output: dict[str, Any]) -> None:
+        """Add the squared norm of an output's gradient once the backward pass has computed it."""
         embeddings = output.get("sentence_embedding")
         if not isinstance(embeddings, Tensor) or not embeddings.requires_grad:
             return
-        name = "query" if output.get("task", arguments[0].get("task")) == "query" else "passage"
+        task = output.get("task", arguments[0].get("task"))
+        name = "query" if task == "query" else "passage"
 
         def add(gradient: Tensor) -> None:
-            # Stays on the device: reading it here would wait for the device at every micro-step.
-            self._squares[name] = gradient.detach().float().square().sum() + self._squares.get(name, 0)
+            # The sum stays on the device, so that no micro-step waits for it.
+            square = gradient.detach().float().square().sum()
+            self._squares[name] = square + self._squares.get(name, 0)
 
         embeddings.register_hook(add)

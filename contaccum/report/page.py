@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
         panels = comparison_panels(comparison)
         comparison_parts.append((comparison, _warnings(comparison.logs), panels))
     picture_numbers = itertools.count(1)
-    made_at = datetime.now(timezone.utc)
+    made_at = datetime.now(UTC)
     page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=_redact_text)
     return page.render(
         title=title,

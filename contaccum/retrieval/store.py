@@ -214,61 +214,98 @@ class StoreWriter:
         rank: int = 0,
         ranks: int = 1,
     ) -> bool:
-        """Encode the shards that are missing, every `ranks`-th of them; whether the store is finished then.
+        """Encode the shards that are missing, every `ranks`-th of them.
 
-        Every shard that is there must be of this very corpus, and is compared with it before a later one is encoded.
-        Memory holds a shard's texts and embeddings.
+        Every shard that is there must be of this very corpus. It is compared with the corpus before
+        a later shard is encoded. Memory holds the texts and embeddings of one shard.
 
         Args:
             passages: (id, title, text), with distinct ids.
             encode: texts to float32 (n, d).
 
+        Returns:
+            Whether the store is finished.
+
         Raises:
             DataError: the store has shards of another corpus, or there is no passage.
             UserError: no room.
         """
-        import pyarrow as pa
-
-        passages, corpus, rows, size = iter(passages), files.Fingerprint(), 0, self.about["shard_size"]
-        other = DataError(f"{self.folder}: holds embeddings of another corpus ({_MEND})")
-        while block := list(islice(passages, size)):
+        remaining = iter(passages)
+        corpus = files.Fingerprint()
+        rows = 0
+        shard_size = self.about["shard_size"]
+        while block := list(islice(remaining, shard_size)):
             for passage in block:
                 corpus.add(*passage)
-            number = rows // size
-            shard = _read_shard(self.folder, number)
-            beyond = self.about["finished"] and rows >= self.about["rows"]
-            if beyond or (shard is not None and shard["fingerprint"] != corpus.hex()):
-                raise other
-            rows += len(block)
-            if shard is None and number % ranks == rank:
+            fingerprint = corpus.hex()
+            if self.about["finished"] and rows >= self.about["rows"]:
+                raise self._another_corpus()
+            number = rows // shard_size
+            is_missing = not self._has_shard(number, fingerprint)
+            if is_missing and number % ranks == rank:
                 embeddings = encode([f"{title} {text}".strip() for _, title, text in block])
-                stored = Codes.of(embeddings, self.about["dtype"])
-                ids = pa.record_batch([pa.array([passage[0] for passage in block], pa.string())], names=["id"])
-                with files.atomic_folder(_shard_folder(self.folder, number)) as part:
-                    np.save(part / _EMBEDDINGS, stored.values, allow_pickle=False)
-                    if stored.ranges is not None:
-                        np.save(part / _RANGES, stored.ranges, allow_pickle=False)
-                    with pa.ipc.new_file(str(part / _IDS), ids.schema) as writer:
-                        writer.write_batch(ids)
-                    sizes = {path.name: path.stat().st_size for path in part.iterdir()}
-                    shard = {"rows": len(block), "dimension": stored.shape[1], "fingerprint": corpus.hex()}
-                    files.write_json(part / _SHARD, {**shard, "bytes": sizes})
-                # Another process may have written this shard meanwhile, which is then taken.
-                written = _read_shard(self.folder, number)
-                if written is not None and written["fingerprint"] != corpus.hex():
-                    raise other
+                ids = [passage[0] for passage in block]
+                self._write_shard(number, ids, embeddings, fingerprint)
+            rows += len(block)
         if not rows:
             raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
+        return self._finish(rows, corpus.hex())
 
-        shards = [shard for first in range(0, rows, size) if (shard := _read_shard(self.folder, first // size))]
-        if len(shards) * size < rows:
-            return False  # the others are of other processes, of which the last to write one finishes the store
-        if _shard_folder(self.folder, len(shards)).exists():
-            raise other
-        about = {**self.about, "finished": True, "rows": rows, "dimension": shards[0]["dimension"]}
-        about["corpus"] = {**about.get("corpus", {}), "fingerprint": corpus.hex()}
-        files.write_json(self.folder / ABOUT, about)
+    def _has_shard(self, number: int, fingerprint: str) -> bool:
+        """Return whether a shard is there; raise `DataError` if it is of another corpus."""
+        shard = _read_shard(self.folder, number)
+        if shard is None:
+            return False
+        if shard["fingerprint"] != fingerprint:
+            raise self._another_corpus()
         return True
+
+    def _write_shard(self, number: int, ids: list[str], embeddings: np.ndarray, fingerprint: str) -> None:
+        """Write a shard, unless another process has written it meanwhile.
+
+        Args:
+            embeddings: float32 (n, d).
+            fingerprint: of the corpus up to the shard's last row.
+        """
+        import pyarrow as pa
+
+        codes = Codes.of(embeddings, self.about["dtype"])
+        table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
+        with files.atomic_folder(_shard_folder(self.folder, number)) as part:
+            np.save(part / _EMBEDDINGS, codes.values, allow_pickle=False)
+            if codes.ranges is not None:
+                np.save(part / _RANGES, codes.ranges, allow_pickle=False)
+            with pa.ipc.new_file(str(part / _IDS), table.schema) as writer:
+                writer.write_batch(table)
+            description = {
+                "rows": len(ids),
+                "dimension": codes.shape[1],
+                "fingerprint": fingerprint,
+                "bytes": {path.name: path.stat().st_size for path in part.iterdir()},
+            }
+            files.write_json(part / _SHARD, description)
+        self._has_shard(number, fingerprint)  # the other process's must be of this corpus, too
+
+    def _finish(self, rows: int, fingerprint: str) -> bool:
+        """Finish the store if all shards of a corpus are there, and return whether they are."""
+        shard_size = self.about["shard_size"]
+        shards = []
+        for first in range(0, rows, shard_size):
+            shard = _read_shard(self.folder, first // shard_size)
+            if shard is not None:
+                shards.append(shard)
+        if len(shards) * shard_size < rows:
+            # The others are of other processes. The last one to write a shard finishes the store.
+            return False
+        if _shard_folder(self.folder, len(shards)).exists():
+            raise self._another_corpus()
+        corpus = {**self.about.get("corpus", {}), "fingerprint": fingerprint}
+        finished = {"finished": True, "rows": rows, "dimension": shards[0]["dimension"]}
+        files.write_json(self.folder / ABOUT, {**self.about, **finished, "corpus": corpus})
+        return True
+
+    def _another_corpus(self) -> DataError:
+        return DataError(f"{self.folder}: holds embeddings of another corpus ({_MEND})")
 
 
 def check_folder(folder: Path) -> dict[str, Any] | None:

@@ -20,13 +20,10 @@ from transformers import HfArgumentParser
 
 from contaccum.data import TrainingSets, load_training_sets
 from contaccum.encoders import adapters
-from contaccum.encoders.dual_encoder import (
-    DualEncoder,
-    configure,
-    is_tied,
-    require_model,
-    set_max_lengths,
-)
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.loading import require_model
+from contaccum.encoders.settings import configure, set_max_lengths
+from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, hint, in_our_names, our_name
 from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample

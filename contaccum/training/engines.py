@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from contaccum.encoders.adapters import has_adapter
-from contaccum.encoders.dual_encoder import DualEncoder, is_tied
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
 
 

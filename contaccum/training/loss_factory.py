@@ -19,7 +19,7 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS, samplings_of
-from contaccum.encoders.dual_encoder import is_tied
+from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses.cached import CachedContAccumLoss
 from contaccum.losses.contaccum import ContAccumLoss

@@ -26,7 +26,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 from contaccum.data.sampling import samplings_of
 from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
-from contaccum.encoders.dual_encoder import loading
+from contaccum.encoders.loading import loading
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import rows_in

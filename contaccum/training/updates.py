@@ -189,7 +189,7 @@ class Updates:
         """Return the meter of the towers' gradient norms, which is made at the first micro-step."""
         if self._tower_norms is None:
             encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            self._tower_norms = TowerGradNorms(encoder, model, whole=self._has_whole_gradients)
+            self._tower_norms = TowerGradNorms(encoder, model, self._has_whole_gradients)
         return self._tower_norms
 
     def _rows_per_micro_step(self) -> int:

@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from contaccum import DualEncoder
-from contaccum.encoders import dual_encoder as encoders
+from contaccum.encoders.loading import require_model
+from contaccum.encoders.settings import configure, set_max_lengths
+from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, UserError
 
 # The types in modules.json as the version before wrote them: its folders are loaded.
@@ -48,7 +50,7 @@ def test_saved_model_encodes_identically_in_sentence_transformers(tied, pooling,
         assert np.array_equal(loaded.encode_document(texts), passages)
         assert loaded.similarity_fn_name == model.similarity_fn_name == ("cosine" if pooling == "mean" else "dot")
         assert loaded.prompts == {"query": "what is ", "document": "the "}
-        assert encoders.is_tied(loaded) == tied
+        assert is_tied(loaded) == tied
     assert not np.allclose(queries, passages)
 
 
@@ -92,9 +94,9 @@ def test_arguments_that_cannot_work_are_refused(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, dtype="bfloat16", tokenizer=tiny_tokenizer)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with pytest.raises(ConfigError, match="passage_max_length=65: this model takes 3 to 64 tokens"):
-        encoders.set_max_lengths(model, document=65)
+        set_max_lengths(model, document=65)
     with pytest.raises(ConfigError, match="dropout"):
-        encoders.configure(model, dropout=1.0)
+        configure(model, dropout=1.0)
 
 
 def config_with_padded_positions(kind: type[PretrainedConfig], vocab_size: int) -> PretrainedConfig:
@@ -124,11 +126,11 @@ def test_the_largest_length_is_the_number_of_positions_after_padding(kind, longe
     (long_text,) = sentences(1, length=100)
     assert model.max_seq_length == longest
     assert np.isfinite(model.encode_document([long_text])).all()
-    encoders.set_max_lengths(model, query=longest, document=longest)
+    set_max_lengths(model, query=longest, document=longest)
     assert np.isfinite(model.encode_query([long_text])).all()
     message = f"passage_max_length={longest + 1}: this model takes 3 to {longest} tokens"
     with pytest.raises(ConfigError, match=message):
-        encoders.set_max_lengths(model, document=longest + 1)
+        set_max_lengths(model, document=longest + 1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -166,7 +168,7 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch
         raise ConnectionError("no network")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    for make in (DualEncoder.from_pretrained, DualEncoder.from_backbone, encoders.require_model):
+    for make in (DualEncoder.from_pretrained, DualEncoder.from_backbone, require_model):
         with pytest.raises(UserError, match=r"some/model: no such folder, and the model hub .*no network"):
             make("some/model")
 
@@ -174,18 +176,18 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config, tiny_tokenizer, tied):
     model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
-    encoders.configure(model, freeze_word_embeddings=True)
+    configure(model, freeze_word_embeddings=True)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert len(frozen) == (1 if tied else 2) and all(name.endswith("word_embeddings.weight") for name in frozen)
 
 
 def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
-    encoders.configure(model, dropout=0.0)
+    configure(model, dropout=0.0)
     texts = ["a b", "b c d e"]
     before = model.encode(texts)
-    encoders.configure(model, attn_implementation="eager")
+    configure(model, attn_implementation="eager")
     assert model[0].auto_model.config._attn_implementation == "eager"
     assert np.abs(model.encode(texts) - before).max() < 1e-5
     with pytest.raises(ConfigError, match="attn_implementation=flush"):
-        encoders.configure(model, attn_implementation="flush")
+        configure(model, attn_implementation="flush")

@@ -6,7 +6,7 @@ import torch
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
-from contaccum.encoders.dual_encoder import set_max_lengths
+from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import encode_texts, metric_of, model_fingerprint, tokenisation_fingerprint
 

@@ -1,0 +1,139 @@
+"""Settings of a loaded model: maximum lengths, dropout, frozen word embeddings, attention."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Transformer
+from torch import nn
+from transformers import PreTrainedModel
+
+from contaccum.encoders.towers import tower
+from contaccum.errors import ConfigError
+
+_FEWEST_TOKENS = 3  # the tokens that begin and end a text, and one between them
+_ATTENTION_DROPOUTS = ("attention_dropout", "dropout_prob", "dropout_p")
+"""Attributes that attention modules read instead of having a dropout module."""
+
+
+def set_max_lengths(
+    model: SentenceTransformer, query: int | None = None, document: int | None = None
+) -> None:
+    """Set the numbers of tokens at which queries and documents are truncated; None keeps a number.
+
+    Raises:
+        ConfigError: for a number that the model cannot take.
+    """
+    if query is not None:
+        _set_max_length(model, "query", query, "query_max_length")
+    if document is not None:
+        _set_max_length(model, "document", document, "passage_max_length")
+
+
+def _set_max_length(model: SentenceTransformer, task: str, length: int, option: str) -> None:
+    """Set the length of one task; errors name it by the option."""
+    transformer = next(tower(model, task).children())
+    if not hasattr(transformer, f"{task}_length"):
+        raise ConfigError(
+            f"{option} needs a transformer that tokenizes text; this model starts otherwise"
+        )
+    most = positions(transformer)
+    if not _FEWEST_TOKENS <= length <= most:
+        raise ConfigError(f"{option}={length}: this model takes {_FEWEST_TOKENS} to {most} tokens")
+    setattr(transformer, f"{task}_length", length)
+
+
+def positions(transformer: Any) -> int:
+    """Return how many tokens a backbone has positions for."""
+    configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
+    if configured < 0:  # XLNet's -1 stands for no limit
+        configured = sys.maxsize
+    return min(configured, _positions_after_padding(transformer))
+
+
+def _positions_after_padding(transformer: nn.Module) -> int:
+    """Return how many positions follow that of padding, or `sys.maxsize` if padding has none.
+
+    RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
+    text from ``padding_idx + 1``: of 514 positions they use 512.
+    """
+    longest = sys.maxsize
+    for name, module in transformer.named_modules():
+        padding_idx: Any = getattr(module, "padding_idx", None)
+        if padding_idx is not None and name.rpartition(".")[2] == "position_embeddings":
+            table: Any = module.weight
+            longest = min(longest, table.shape[0] - padding_idx - 1)
+    return longest
+
+
+def lower_default_lengths(model: nn.Module) -> None:
+    """Lower lengths of a loaded model that exceed the positions of RoBERTa and its relatives.
+
+    sentence-transformers' default is ``max_position_embeddings``, at which long texts raise an
+    IndexError in such a backbone.
+    """
+    for module in model.modules():
+        if not isinstance(module, Transformer):
+            continue
+        longest = _positions_after_padding(module)
+        if longest == sys.maxsize:
+            continue
+        for name in ("max_seq_length", "query_length", "document_length"):
+            length = getattr(module, name)
+            if length is not None and length > longest:
+                setattr(module, name, longest)
+
+
+def configure(
+    model: nn.Module,
+    dropout: float | None = None,
+    freeze_word_embeddings: bool = False,
+    attn_implementation: str | None = None,
+) -> None:
+    """Set dropout, freeze word embeddings, and choose the implementation of attention.
+
+    Args:
+        dropout: the probability of every dropout; None keeps the model's own.
+        freeze_word_embeddings: train everything but the word embeddings.
+        attn_implementation: transformers' name for it; None keeps the model's own.
+
+    Raises:
+        ConfigError: if the dropout is outside [0, 1), there is no transformers backbone with word
+            embeddings to freeze, or a backbone lacks the attention.
+    """
+    if dropout is not None:
+        _set_dropout(model, dropout)
+    pretrained_models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+    if freeze_word_embeddings:
+        if not pretrained_models:
+            raise ConfigError(
+                "freeze_word_embeddings needs a transformers backbone; this model has none"
+            )
+        for pretrained_model in pretrained_models:
+            pretrained_model.get_input_embeddings().weight.requires_grad_(False)
+    if attn_implementation is not None:
+        for pretrained_model in pretrained_models:
+            _set_attention(pretrained_model, attn_implementation)
+
+
+def _set_dropout(model: nn.Module, dropout: float) -> None:
+    """Set the probability of every dropout."""
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+    for module in model.modules():
+        # Private, but the base of all of torch's dropouts.
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = dropout
+        for name in _ATTENTION_DROPOUTS:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, dropout)
+
+
+def _set_attention(pretrained_model: PreTrainedModel, attn_implementation: str) -> None:
+    """Set the implementation of attention, or raise `ConfigError` if the model lacks it."""
+    try:
+        pretrained_model.set_attn_implementation(attn_implementation)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
