@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from contaccum.bank.info_nce import BankedInfoNCE as BankedInfoNCE
     from contaccum.bank.memory_bank import MemoryBank as MemoryBank
     from contaccum.encoders.dual_encoder import DualEncoder as DualEncoder
-    from contaccum.losses.cached import CachedContAccumLoss as CachedContAccumLoss
+    from contaccum.losses.contaccum import CachedContAccumLoss as CachedContAccumLoss
     from contaccum.losses.contaccum import ContAccumLoss as ContAccumLoss
     from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
     from contaccum.training.trainer import ContAccumTrainer as ContAccumTrainer
@@ -23,7 +23,7 @@ _HOMES = {
     "MemoryBank": "contaccum.bank.memory_bank",
     "BankedInfoNCE": "contaccum.bank.info_nce",
     "ContAccumLoss": "contaccum.losses.contaccum",
-    "CachedContAccumLoss": "contaccum.losses.cached",
+    "CachedContAccumLoss": "contaccum.losses.contaccum",
     "DualEncoder": "contaccum.encoders.dual_encoder",
     "ContAccumTrainer": "contaccum.training.trainer",
     "ContAccumTrainingArguments": "contaccum.training.arguments",

@@ -54,7 +54,7 @@ class BankedModule(nn.Module):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether all ranks hold one and the same bank."""
+        """True if all ranks hold one and the same bank."""
         return self.settings.gather_across_devices and world_size() > 1
 
     def _bank_weight(self, bank: MemoryBank | None) -> float:

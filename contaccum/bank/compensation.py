@@ -51,7 +51,7 @@ class DriftCompensation(nn.Module):
 
     @property
     def follows_micro_batches(self) -> bool:
-        """Whether micro-batches estimate the means, because no probe measures them."""
+        """Whether micro-batches estimate the means, while no probe measures them."""
         return self.probe is None and not self.expects_probe
 
     def present_means(self, queries: Tensor, passages: Tensor, is_training: bool) -> TowerMeans:

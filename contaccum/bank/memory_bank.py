@@ -150,7 +150,7 @@ class MemoryBank(nn.Module):
 
     @property
     def has_queries(self) -> bool:
-        """Whether the bank stores queries."""
+        """True if the bank stores queries."""
         return len(self.queries) > 0
 
     @property

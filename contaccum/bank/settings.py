@@ -1,12 +1,14 @@
-"""Settings of the loss: one dataclass, checked once, for losses, arguments and command line."""
+"""Settings of the loss: declared and checked here, for losses, arguments and command line."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from contaccum.errors import ConfigError, check_choice
+from contaccum.options import option
 
 Similarity = Literal["dot", "cos"]
 NormalizeBy = Literal["local", "all"]
@@ -21,9 +23,53 @@ COMPENSATED = ("auto", "mean")
 """The values of ``drift_compensation`` that move banked entries with the mean of their tower."""
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """Settings of `BankedInfoNCE`, whose docstring says what each of them does.
+@dataclass
+class LossOptions:
+    """Settings of the loss that are options of a training run under the same name.
+
+    `BankedInfoNCE` says what each of them does.
+    """
+
+    normalize_by: NormalizeBy = option(
+        "local",
+        "local: mean over the local rows. all: over bank rows too, as in the paper.",
+        get_args(NormalizeBy),
+    )
+    mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
+    bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.")
+    bank_weight: float = option(
+        1.0, "How often a banked pair counts; above 1: pairs the bank counts as."
+    )
+    drift_compensation: DriftCompensationMode = option(
+        "auto", "How entries that age are corrected.", get_args(DriftCompensationMode)
+    )
+    center_gradients: CenterGradients = option(
+        "auto", "The towers that no update moves as a whole.", get_args(CenterGradients)
+    )
+    false_negative_margin: float | None = option(
+        None, "Leave out what scores above a positive by more than this."
+    )
+    guide_margin: float = option(
+        0.0, "Leave out what a guide scores above its score of the positive less this."
+    )
+    guide_margin_strategy: GuideMarginStrategy = option(
+        "absolute", "relative: a share of that score.", get_args(GuideMarginStrategy)
+    )
+    hardness_mode: HardnessMode | None = option(
+        None, "The negatives that count more.", get_args(HardnessMode)
+    )
+    hardness_strength: float = option(0.0, "Times their similarity, added to their logits.")
+    directions: list[str] = option(
+        ["query_to_doc"], "And doc_to_query, query_to_query, doc_to_doc, or some of them."
+    )
+    partition_mode: PartitionMode = option(
+        "joint", "joint: one softmax over the directions.", get_args(PartitionMode)
+    )
+
+
+@dataclass
+class LossSettings(LossOptions):
+    """All settings of `BankedInfoNCE`, checked when they are made.
 
     Raises:
         ConfigError (a ValueError): for values out of range, or that exclude each other.
@@ -32,25 +78,12 @@ class LossSettings:
     bank_size: int = 1024
     query_bank_size: int | None = None
     temperature: float = 1.0
-    similarity: Similarity = "dot"
-    normalize_by: NormalizeBy = "local"
-    mask_duplicates: bool = True
-    bank_hard_negatives: bool = True
-    drift_compensation: DriftCompensationMode = "auto"
+    similarity: Similarity = option("dot", "", get_args(Similarity))
     gather_across_devices: bool = False
-    center_gradients: CenterGradients = "auto"
     pairs_per_update: int | None = None
-    bank_weight: float = 1.0
-    false_negative_margin: float | None = None
-    guide_margin: float = 0.0
-    guide_margin_strategy: GuideMarginStrategy = "absolute"
-    hardness_mode: HardnessMode | None = None
-    hardness_strength: float = 0.0
-    directions: tuple[str, ...] = ("query_to_doc",)
-    partition_mode: PartitionMode = "joint"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "directions", _ordered_directions(self.directions))
+        self.directions = _ordered_directions(self.directions)
         check_bank_sizes(self.bank_size, self.query_bank_size)
         self._check_numbers()
         self._check_choices()
@@ -67,17 +100,13 @@ class LossSettings:
             raise ConfigError(f"false_negative_margin must be at least 0, got {margin!r}")
 
     def _check_choices(self) -> None:
-        check_choice("similarity", self.similarity, ("dot", "cos"))
-        check_choice("normalize_by", self.normalize_by, ("local", "all"))
-        check_choice(
-            "drift_compensation", self.drift_compensation, ("auto", "mean", "fresh", "none")
-        )
-        center_gradients = ("auto", "both", "passages", "queries", "none")
-        check_choice("center_gradients", self.center_gradients, center_gradients)
-        check_choice("guide_margin_strategy", self.guide_margin_strategy, ("absolute", "relative"))
-        modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
-        check_choice("hardness_mode", self.hardness_mode, modes)
-        check_choice("partition_mode", self.partition_mode, ("joint", "per_direction"))
+        for setting in fields(self):
+            choices = setting.metadata.get("choices")
+            if choices is None:
+                continue
+            if setting.default is None:
+                choices = (None, *choices)
+            check_choice(setting.name, getattr(self, setting.name), choices)
 
     def _check_combinations(self) -> None:
         is_strength = 0 <= self.hardness_strength < math.inf
@@ -96,7 +125,7 @@ class LossSettings:
 
     @property
     def moves_entries(self) -> bool:
-        """Whether banked entries move along with the mean of their tower."""
+        """True if banked entries move along with the mean of their tower."""
         return self.drift_compensation in COMPENSATED
 
 
@@ -112,13 +141,13 @@ def check_bank_sizes(bank_size: int, query_bank_size: int | None, least: int = 0
         )
 
 
-def _ordered_directions(directions: str | tuple[str, ...]) -> tuple[str, ...]:
+def _ordered_directions(directions: str | Iterable[str]) -> list[str]:
     """Return the directions in the order of ``DIRECTIONS``, without repeats."""
-    named = (directions,) if isinstance(directions, str) else tuple(directions)
-    for name in named:
+    names = [directions] if isinstance(directions, str) else list(directions)
+    for name in names:
         check_choice("directions", name, DIRECTIONS)
-    if "query_to_doc" not in named:
+    if "query_to_doc" not in names:
         raise ConfigError(
-            f"directions={','.join(named)}: add query_to_doc, which has the positives"
+            f"directions={','.join(names)}: add query_to_doc, which has the positives"
         )
-    return tuple(name for name in DIRECTIONS if name in named)
+    return [name for name in DIRECTIONS if name in names]

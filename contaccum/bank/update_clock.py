@@ -45,7 +45,7 @@ class UpdateClock:
 
     @property
     def is_at_update_start(self) -> bool:
-        """Whether no pair of the present update has been seen."""
+        """True if no pair of the present update has been seen."""
         return self.num_pairs == self.update_start
 
     def record_forward(self) -> None:

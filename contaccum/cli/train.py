@@ -19,7 +19,7 @@ def options_parser(everything: bool = False) -> Parser:
     """What `--help` shows: our options in groups; ``everything``: those of transformers too, which takes long."""
     about = "Train a retriever. A YAML config has the same keys; later files and the command line override."
     parser = Parser("train", about, usage="contaccum train [CONFIG.yaml ...] [--key value ...]")
-    groups: dict[Any, list[str]] = {group: list(group.__annotations__) for group in GROUPS}
+    groups: dict[Any, list[str]] = {group: list(group.__dataclass_fields__) for group in GROUPS}
     if everything:
         from contaccum.training.arguments import ContAccumTrainingArguments as Whole
 

@@ -1,28 +1,21 @@
-"""ContAccumLoss: BankedInfoNCE as a loss of sentence-transformers, (model, features) -> loss.
+"""ContAccumLoss and CachedContAccumLoss, losses of sentence-transformers with their arguments.
 
-It encodes the columns of a data set, computes the ids of their texts and has the encoder probed
-after updates. The loss itself is `contaccum.bank.info_nce`; what its settings do is written there.
+How texts become a loss is in
+`contaccum.losses.banked_text_loss`; what the settings do is in `contaccum.bank.info_nce`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.losses.merged_forward import embed_columns
-from sentence_transformers.sentence_transformer.losses.matryoshka import (
-    CachedLossDecorator,
-    ForwardDecorator,
-)
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
 from sentence_transformers.util import cos_sim, dot_score
-from torch import Tensor, nn
+from torch import Tensor
 
-from contaccum.bank.false_negatives import PositivesTable
-from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.settings import (
     CenterGradients,
     DriftCompensationMode,
@@ -32,15 +25,10 @@ from contaccum.bank.settings import (
     NormalizeBy,
     PartitionMode,
 )
-from contaccum.distributed import world_size
 from contaccum.errors import ConfigError
-from contaccum.losses.bank_states import gather_bank_states, own_bank_state
-from contaccum.losses.distillation import Distillation, split_labels
+from contaccum.losses.banked_text_loss import BankedTextLoss
+from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
-from contaccum.losses.probe import EncoderProbe
-from contaccum.losses.text_ids import combine_ids, content_ids
-
-logger = logging.getLogger(__name__)
 
 CITATION = """@inproceedings{kim2024contaccum,
 author={Jaehee Kim and Yukyung Lee and Pilsung Kang}, year={2024},
@@ -48,7 +36,7 @@ title={A Gradient Accumulation Method for Dense Retriever under Memory Constrain
 booktitle={Advances in Neural Information Processing Systems}, eprint={2406.12356}}"""
 
 
-class ContAccumLoss(nn.Module):
+class ContAccumLoss(BankedTextLoss):
     """InfoNCE with banks of past queries and passages.
 
     It is MultipleNegativesRankingLoss for small batches. With ``gradient_accumulation_steps`` each
@@ -130,7 +118,6 @@ class ContAccumLoss(nn.Module):
         directions: Sequence[str] = ("query_to_doc",),
         partition_mode: PartitionMode = "joint",
     ) -> None:
-        super().__init__()
         if not scale > 0:
             raise ConfigError(f"scale must be a positive number, got {scale!r}")
         if similarity_fct not in (cos_sim, dot_score):
@@ -138,10 +125,7 @@ class ContAccumLoss(nn.Module):
             raise ConfigError(
                 f"similarity_fct={name} is not supported: use cos_sim or dot_score of its util"
             )
-        self.model = model
-        self.scale = scale
-        self.similarity_fct = similarity_fct
-        self.settings = LossSettings(
+        settings = LossSettings(
             bank_size=bank_size,
             query_bank_size=query_bank_size,
             temperature=1.0 / scale,
@@ -159,152 +143,18 @@ class ContAccumLoss(nn.Module):
             guide_margin_strategy=guide_margin_strategy,
             hardness_mode=hardness_mode,
             hardness_strength=hardness_strength,
-            directions=tuple([directions] if isinstance(directions, str) else directions),
+            directions=directions,  # type: ignore[arg-type]  # becomes a list there
             partition_mode=partition_mode,
         )
-        self.distillation: Distillation | None = None
+        distillation = None
         if distill is not None:
-            similarity = self.settings.similarity
-            self.distillation = Distillation(
-                distill, distill_weight, distill_temperature, similarity, scale
+            distillation = Distillation(
+                distill, distill_weight, distill_temperature, settings.similarity, scale
             )
-        self.guide: Guide | None = None
-        if guide is not None:
-            self.guide = Guide(model, guide)
-        # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several.
-        self.info_nces: nn.ModuleDict = nn.ModuleDict()
-        without_bank = dataclasses.replace(self.settings, bank_size=0, query_bank_size=None)
-        self._without_bank = BankedInfoNCE.from_settings(without_bank)
-        self._positives: PositivesTable | None = None
-        self._probe = EncoderProbe(model, is_used=self.settings.moves_entries)
-        self._guide_embeddings: list[Tensor] | None = None
-        self._pairs_in_update: int | None = None
-        self._warned: set[str] = set()
-
-    def forward(
-        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
-    ) -> Tensor:
-        """Compute the loss of a micro-batch of tokenised columns.
-
-        The columns are anchors, positives and any number of hard negatives.
-
-        Args:
-            labels: int64 (n, columns), ids of the texts. A text is a duplicate of another if these
-                ids are equal, or the hashes of their tokens. ``labels`` may be, or have after the
-                ids, a teacher's scores: see `contaccum.losses.distillation.split_labels`.
-        """
-        features = list(sentence_features)
-        ids = self._prepare_columns(features, labels)
-        guide = self._embed_by_guide(features)
-        embeddings = embed_columns(self.model, features)
-        return self.compute_loss_from_embeddings(embeddings, labels, ids, guide)
-
-    def compute_loss_from_embeddings(
-        self,
-        embeddings: list[Tensor],
-        labels: Tensor | None = None,
-        ids: Sequence[Tensor | None] | None = None,
-        guide: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """Compute the loss of embedded columns, (n, d) each: anchors, positives, any negatives.
-
-        Args:
-            labels: with ``distill``, a teacher's scores.
-            ids: int64 (n,) or (n, 2) for each column, see `content_ids`; without them no duplicates
-                are masked. The encoder is not probed here, because the texts are not known.
-            guide: the columns as a guide embeds them, (n, g) each; needed if the loss has a guide.
-        """
-        if self.guide is not None and guide is None:
-            raise ConfigError(
-                "guide: the texts are not known here; "
-                "give guide=loss.guide.embed(sentence_features)"
-            )
-        if ids is None:
-            ids = [None] * len(embeddings)
-        if self._is_training and self.settings.bank_size:
-            self._warn_of_missing_texts(ids)
-        loss_fn = self._without_bank
-        if self._is_training:
-            loss_fn = self._info_nce_of_size(embeddings[0].shape[-1])
-        device = embeddings[0].device
-        loss = loss_fn(
-            *_join_negatives(embeddings),
-            *_join_negatives(ids),
-            guide=_join_negatives([x.to(device) for x in guide or ()]),
-        )
-        if self.distillation is not None and self._is_training:
-            loss = loss + self.distillation(embeddings, labels)
-        return loss
-
-    @property
-    def info_nce(self) -> BankedInfoNCE | None:
-        """The `BankedInfoNCE` of the largest embedding size, None before the first call."""
-        loss_fns = self._loss_of_each_size()
-        if not loss_fns:
-            return None
-        return loss_fns[max(loss_fns)]
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """Diagnostics of the last call in training; see `BankedInfoNCE`.
-
-        With ``distill`` they include ``distill_loss``, the unweighted term.
-        """
-        info_nce = self.info_nce
-        diagnostics = {}
-        if info_nce is not None:
-            diagnostics.update(info_nce.last)
-        if self.distillation is not None and self.distillation.last is not None:
-            diagnostics["distill_loss"] = self.distillation.last
-        return diagnostics
-
-    def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the optimizer steps; see `BankedInfoNCE`.
-
-        The call is needed only if updates differ in their number of pairs; otherwise
-        ``pairs_per_update`` sets it once.
-        """
-        self._pairs_in_update = pairs
-        for loss_fn in self._loss_of_each_size().values():
-            loss_fn.begin_update(pairs)
-
-    def set_known_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
-        """Never contrast these pairs, wherever they meet: ids of all positives, int64 (p,) each.
-
-        Ids are those that ``labels`` will hold; see `forward`. They are not part of the state.
-        """
-        self._positives = PositivesTable(query_ids, passage_ids)
-        self._without_bank.positives = self._positives
-        for loss_fn in self._loss_of_each_size().values():
-            loss_fn.positives = self._positives
-
-    def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
-        """Return the banks and drift statistics, which a checkpoint needs beside the model.
-
-        All ranks call it together; a rank without ``keep`` gets an empty state. The state of a
-        shared bank fits any number of ranks. Banks that ranks do not share are gathered into one
-        state, which fits the same number of ranks.
-        """
-        state = dict(self.info_nces.state_dict())
-        if state:
-            state |= self._probe.state_dict()
-        if world_size() > 1 and not self._is_shared:
-            state = gather_bank_states(state, next(self.model.parameters()).device)
-        if not keep:
-            return {}
-        return state
-
-    def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `bank_state_dict` returned, on every rank.
-
-        Raises:
-            ConfigError: if the state is of other settings or another number of ranks.
-        """
-        state = own_bank_state(state, self._is_shared)
-        state = self._probe.load_state_dict(state, self._is_shared)
-        for size in {key.split(".", 1)[0] for key in state}:
-            self._info_nce_of_size(int(size))
-        self.info_nces.load_state_dict(state)
+        frozen_guide = None if guide is None else Guide(model, guide)
+        super().__init__(model, settings, distillation, frozen_guide)
+        self.scale = scale
+        self.similarity_fct = similarity_fct
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""
@@ -328,123 +178,132 @@ class ContAccumLoss(nn.Module):
         """The citation of the paper, for the model card."""
         return CITATION
 
-    @property
-    def _is_training(self) -> bool:
-        # Trainers leave the loss in training mode when they evaluate the model, without gradients.
-        return self.training and torch.is_grad_enabled()
 
-    @property
-    def _is_shared(self) -> bool:
-        """True if all ranks hold the same bank."""
-        return self.settings.gather_across_devices and world_size() > 1
+class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
+    """`ContAccumLoss` over a gradient cache.
 
-    @property
-    def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss calls this loss again with the embeddings of the largest size."""
-        forward: object = self.model.forward
-        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
+    Every pair has the whole batch and the bank for negatives.
 
-    def _loss_of_each_size(self) -> dict[int, BankedInfoNCE]:
-        loss_fns = {}
-        for size, loss_fn in self.info_nces.items():
-            assert isinstance(loss_fn, BankedInfoNCE)  # a ModuleDict has values of any Module
-            loss_fns[int(size)] = loss_fn
-        return loss_fns
+    It is to `ContAccumLoss` what CachedMultipleNegativesRankingLoss is to
+    MultipleNegativesRankingLoss. The batch is encoded without gradients first, ``mini_batch_size``
+    texts at a time, then again with the gradients of its embeddings. It takes GradCache's time; the
+    bank adds negatives, but no memory of activations.
 
-    def _info_nce_of_size(self, size: int) -> BankedInfoNCE:
-        """Return the `BankedInfoNCE` of embeddings of that size; the first call makes it."""
-        loss_fn = self._loss_of_each_size().get(size)
-        if loss_fn is not None:
-            return loss_fn
-        loss_fn = BankedInfoNCE.from_settings(self.settings)
-        loss_fn.positives = self._positives
-        loss_fn.compensation.expects_probe = self._probe.texts is not None
-        if self._pairs_in_update is not None:
-            loss_fn.begin_update(self._pairs_in_update)
-        self.info_nces[str(size)] = loss_fn
-        self._probe.report_to(loss_fn, size)
-        return loss_fn
+    Args:
+        mini_batch_size: texts that are encoded at once.
+        mini_batch_num_tokens: tokens that are encoded at once, instead.
+        show_progress_bar: show the progress over mini-batches.
+        Others: as in `ContAccumLoss`.
 
-    def _prepare_columns(
-        self, features: list[dict[str, Any]], labels: Tensor | None
-    ) -> list[Tensor | None]:
-        """Probe the encoder if it is due, and return the ids of the texts, (n, 2) per column."""
-        if len(features) < 2:
-            columns = f"(anchor, positive, ...) columns, got {len(features)}"
-            raise ValueError(f"{type(self).__name__} needs {columns}")
-        if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
-            self._probe_encoder(features)
-        label_ids, scores = split_labels(labels, len(features))
-        is_unused = labels is not None and label_ids is None and scores is None
-        if is_unused or (scores is not None and self.distillation is None):
-            name = type(self).__name__
-            self._warn_once(f"{name} does not use the label or score column of the data")
-        ids_of_columns: list[Tensor | None] = []
-        for index, column in enumerate(features):
-            column_ids = None
-            if label_ids is not None:
-                column_ids = label_ids[:, index]
-            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
-        return ids_of_columns
+    Raises:
+        ConfigError (a ValueError): for settings that cannot work, and for a StaticEmbedding, whose
+            texts lie in one stream.
 
-    def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
-        """Encode the probe if it is due; see `EncoderProbe.encode_if_due`."""
-        loss_fns = self._loss_of_each_size()
-        for loss_fn in loss_fns.values():
-            loss_fn.end_pending_update()
-        clock = None
-        if self.info_nce is not None:
-            clock = self.info_nce.clock
-        # MatryoshkaLoss around a cached loss shrinks what `calculate_loss` receives.
-        calculate_loss = vars(self).get("calculate_loss")
-        shrinks_outputs = isinstance(calculate_loss, CachedLossDecorator)
-        if self._probe.encode_if_due(features, clock, self._is_shared, shrinks_outputs):
-            for size, loss_fn in loss_fns.items():
-                self._probe.report_to(loss_fn, size)
-        for loss_fn in loss_fns.values():
-            loss_fn.compensation.expects_probe = self._probe.texts is not None
+    Relations:
+        - `CachedMultipleNegativesRankingLoss` is equivalent with ``bank_size=0`` and a batch
+          without duplicates.
 
-    def _embed_by_guide(
-        self, features: list[dict[str, Any]], batch_size: int | None = None
-    ) -> list[Tensor] | None:
-        """Return the guide's embeddings of the columns, (n, g) each; None without a guide."""
-        if self.guide is not None and not self._is_matryoshka_replay:
-            self._guide_embeddings = self.guide.embed(features, batch_size)
-        return self._guide_embeddings
-
-    def _warn_of_missing_texts(self, ids: Sequence[Tensor | None]) -> None:
-        """Warn once of what does not work because the caller passes embeddings alone."""
-        if self.settings.mask_duplicates and any(x is None for x in ids):
-            self._warn_once(
-                "duplicates are not masked, as some texts or images have no id; a loss that calls "
-                "compute_loss_from_embeddings can give "
-                "ids=[content_ids(x) for x in sentence_features]"
-            )
-        loss_fn = self.info_nce
-        if self.settings.drift_compensation != "auto" or loss_fn is None:
-            return
-        is_probed = loss_fn.compensation.probe is not None or self._probe.texts is not None
-        if loss_fn.clock.num_updates and not is_probed:
-            self._warn_once(
-                "no entry of the bank retires for its age, because the drift probe is off: "
-                "it needs texts, and only embeddings were passed. A loss that calls "
-                "compute_loss_from_embeddings can call info_nce.observe_probe after updates "
-                "(docs/drift.md)"
-            )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            logger.warning(text)
-        self._warned.add(text)
-
-
-def _join_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Stack the third and later columns, (n, ...) each, to (n, h, ...).
-
-    The stack is None if one of them is missing.
+    Example:
+        ```python
+        loss = CachedContAccumLoss(model, bank_size=4096, mini_batch_size=8)
+        args = SentenceTransformerTrainingArguments(per_device_train_batch_size=128)
+        trainer = SentenceTransformerTrainer(
+            model=model, args=args, train_dataset=train_dataset, loss=loss
+        )
+        trainer.train()
+        ```
     """
-    negatives = [column for column in columns[2:] if column is not None]
-    stacked = None
-    if negatives and len(negatives) == len(columns) - 2:
-        stacked = torch.stack(negatives, dim=1)
-    return [*columns[:2], stacked]
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        bank_size: int = 1024,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        distill: str | None = None,
+        distill_weight: float = 1.0,
+        distill_temperature: float = 1.0,
+        guide: SentenceTransformer | None = None,
+        query_bank_size: int | None = None,
+        normalize_by: NormalizeBy = "local",
+        mask_duplicates: bool = True,
+        bank_hard_negatives: bool = True,
+        drift_compensation: DriftCompensationMode = "auto",
+        center_gradients: CenterGradients = "auto",
+        pairs_per_update: int | None = None,
+        bank_weight: float = 1.0,
+        false_negative_margin: float | None = None,
+        guide_margin: float = 0.0,
+        guide_margin_strategy: GuideMarginStrategy = "absolute",
+        hardness_mode: HardnessMode | None = None,
+        hardness_strength: float = 0.0,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: PartitionMode = "joint",
+    ) -> None:
+        super().__init__(
+            model,
+            bank_size=bank_size,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            gather_across_devices=gather_across_devices,
+            distill=distill,
+            distill_weight=distill_weight,
+            distill_temperature=distill_temperature,
+            guide=guide,
+            query_bank_size=query_bank_size,
+            normalize_by=normalize_by,
+            mask_duplicates=mask_duplicates,
+            bank_hard_negatives=bank_hard_negatives,
+            drift_compensation=drift_compensation,
+            center_gradients=center_gradients,
+            pairs_per_update=pairs_per_update,
+            bank_weight=bank_weight,
+            false_negative_margin=false_negative_margin,
+            guide_margin=guide_margin,
+            guide_margin_strategy=guide_margin_strategy,
+            hardness_mode=hardness_mode,
+            hardness_strength=hardness_strength,
+            directions=directions,
+            partition_mode=partition_mode,
+        )
+        if has_static_embedding_input(model):
+            raise ConfigError(
+                "CachedContAccumLoss cannot split a StaticEmbedding's texts: use ContAccumLoss"
+            )
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
+            raise ConfigError(
+                f"mini_batch_num_tokens must be at least 1, got {mini_batch_num_tokens}"
+            )
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss of a batch of tokenised columns; as in `ContAccumLoss`."""
+        features = list(sentence_features)
+        ids = self._prepare_columns(features, labels)
+        guide = self._embed_by_guide(features, self.mini_batch_size)
+        passed_on: Any = (labels, ids, guide)  # the mixin hands it to `calculate_loss`
+        return self.forward_cached(features, passed_on)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Compute the loss of an encoded batch; the mixin calls it.
+
+        Args:
+            reps: for each column a list of mini-batches, (mini-batch, d) each.
+            labels: what `forward` passed on: labels, ids, and a guide's embeddings.
+        """
+        embeddings = [torch.cat(mini_batches) for mini_batches in reps]
+        loss = self.compute_loss_from_embeddings(embeddings, *(labels or ()))
+        if with_backward:
+            leaves = [rep for mini_batches in reps for rep in mini_batches]
+            loss.backward(inputs=leaves)
+        return loss.detach()

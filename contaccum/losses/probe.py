@@ -69,7 +69,7 @@ class TextProbe:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pairs have been collected."""
+        """True if all pairs have been collected."""
         return self.num_pairs >= PROBE_TEXTS
 
     @property

@@ -7,7 +7,6 @@ them. This module touches neither models nor data.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.bank.info_nce import BankedInfoNCE
+from contaccum.bank.settings import LossSettings
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.losses.distillation import Distillation
@@ -123,7 +122,7 @@ class ContAccumTrainingArguments(
             self.query_bank_size = 0
         settings = self.loss_settings("cos")
         distillation = [settings.pop(name) for name in DISTILL_SETTINGS]
-        BankedInfoNCE(**settings)  # refuses combinations of its own; nothing is allocated yet
+        LossSettings(**settings)  # refuses combinations of its own
         if self.distill is not None:
             Distillation(*distillation)
 
@@ -137,7 +136,7 @@ class ContAccumTrainingArguments(
                     check_choice(setting.name, value, choices)
 
     def loss_settings(self, model_similarity: str) -> dict[str, Any]:
-        """Return the arguments of `BankedInfoNCE` and of `Distillation`.
+        """Return the fields of `LossSettings` and the arguments of `Distillation`.
 
         Args:
             model_similarity: ``"cos"`` or ``"dot"``, used where the user chose none.
@@ -350,7 +349,7 @@ class ContAccumTrainingArguments(
 
 LOSS_SETTINGS = tuple(
     name
-    for name in (*inspect.signature(BankedInfoNCE).parameters, *DISTILL_SETTINGS)
+    for name in (*(setting.name for setting in fields(LossSettings)), *DISTILL_SETTINGS)
     if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments that are the loss's own, and are passed on to it by name."""

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from contaccum.data.sampling import LABELS, samplings_of
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
-from contaccum.losses.cached import CachedContAccumLoss
-from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
 from contaccum.losses.guide import Guide
 from contaccum.losses.probe import without_dropout
 from contaccum.training.arguments import ContAccumTrainingArguments

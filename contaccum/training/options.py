@@ -7,11 +7,13 @@ work together; the loss checks its own settings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from contaccum.bank.settings import LossOptions
 from contaccum.data import DATA_FORMATS, parse_columns, parse_training_sets
 from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
+from contaccum.options import option
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
 DEFAULT_BANK_SIZE = 1024
@@ -29,16 +31,6 @@ MOST_USED = (
     "eval_strategy",
 )
 """The settings of transformers that `--help` names."""
-
-
-def option(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Return a dataclass field with its default, its line of `--help` and its valid values."""
-    metadata: dict[str, object] = {"help": help_text}
-    if choices:
-        metadata["choices"] = choices
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -159,16 +151,6 @@ class MethodArguments:
     total_train_batch_size: int | None = option(
         None, "Pairs per update, on all devices; the steps follow from it."
     )
-    bank_hard_negatives: bool = option(True, "Keep hard negatives in the bank.")
-    drift_compensation: str = option(
-        "auto", "What to do about entries that age: auto, mean, fresh or none."
-    )
-    center_gradients: str = option(
-        "auto", "Let no update move a tower: auto, both, passages, queries or none."
-    )
-    bank_weight: float = option(
-        1.0, "How often a banked pair counts; above 1: pairs the bank counts as."
-    )
     gather_across_devices: bool | None = option(
         None, "One batch, and bank, of all devices. Default: with a bank."
     )
@@ -184,35 +166,12 @@ class MethodArguments:
 
 
 @dataclass
-class LossArguments:
+class LossArguments(LossOptions):
     """The loss, and which texts are no negatives."""
 
     similarity: str | None = option(None, "Default: the model's own.", ("cos", "dot"))
     temperature: float | None = option(
         None, "Divides the scores. Default: 0.05 with cos, 1.0 with dot."
-    )
-    normalize_by: str = option(
-        "local", "local: mean over the local rows. all: over bank rows too, as in the paper."
-    )
-    mask_duplicates: bool = option(True, "Known positives of a query are not its negatives.")
-    false_negative_margin: float | None = option(
-        None, "Leave out what scores above a positive by more than this."
-    )
-    guide_margin: float = option(
-        0.0, "Leave out what a guide scores above its score of the positive less this."
-    )
-    guide_margin_strategy: str = option(
-        "absolute", "relative: a share of that score.", ("absolute", "relative")
-    )
-    hardness_mode: str | None = option(
-        None, "What counts more: in_batch_negatives, hard_negatives or all_negatives."
-    )
-    hardness_strength: float = option(0.0, "Times their similarity, added to their logits.")
-    directions: list[str] = option(
-        ["query_to_doc"], "And doc_to_query, query_to_query, doc_to_doc, or some of them."
-    )
-    partition_mode: str = option(
-        "joint", "joint: one softmax over the directions.", ("joint", "per_direction")
     )
     matryoshka_dims: list[int] | None = option(
         None, "Train the first so many numbers of embeddings too: 384 128 64."
@@ -248,4 +207,4 @@ class NegativesArguments:
 
 
 GROUPS = (ModelArguments, DataArguments, MethodArguments, LossArguments, NegativesArguments)
-"""All groups, in the order of `--help`; the fields of each are its ``__annotations__``."""
+"""All groups, in the order of `--help`."""

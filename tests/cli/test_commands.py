@@ -34,7 +34,7 @@ def test_help_of_train_needs_no_torch_and_has_every_option_of_ours_and_all_of_tr
     code += "with contextlib.suppress(SystemExit): main(['train', '--help'])\n"
     code += "assert not {'torch', 'transformers', 'datasets'} & {*sys.modules} and time.process_time() < 1"
     page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    ours = [name for group in GROUPS for name in group.__annotations__]
+    ours = [name for group in GROUPS for name in group.__dataclass_fields__]
     assert [name for name in ours if f"\n  --{name} " not in page] == [] and "--weight_decay" not in page
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--help", "all"])

@@ -17,8 +17,7 @@ from torch import nn
 from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
-from contaccum.losses import bank_states, probe
-from contaccum.losses import contaccum as losses
+from contaccum.losses import bank_states, banked_text_loss, probe
 from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
 from contaccum.losses.text_ids import content_ids, first_rows
 
@@ -282,7 +281,7 @@ def test_banks_of_each_rank_s_own_go_into_one_state_and_back(model, monkeypatch)
     for seed, loss_fn in enumerate(ranks):
         loss_fn(ids_of(4, seed))
     own = [loss_fn.bank_state_dict() for loss_fn in ranks]
-    for module in (losses, bank_states):
+    for module in (banked_text_loss, bank_states):
         monkeypatch.setattr(module, "world_size", lambda: 2)
     monkeypatch.setattr(bank_states, "gather_states", lambda state, device: own)
     state = ranks[0].bank_state_dict()
@@ -296,7 +295,7 @@ def test_banks_of_each_rank_s_own_go_into_one_state_and_back(model, monkeypatch)
         assert again.keys() == own[index].keys()
         assert all(torch.equal(value, own[index][key]) for key, value in again.items())
     for world, shared in ((3, False), (2, True)):
-        for module in (losses, bank_states):
+        for module in (banked_text_loss, bank_states):
             monkeypatch.setattr(module, "world_size", lambda world=world: world)
         with pytest.raises(ConfigError, match="banks of 2 ranks"):
             ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(state)

@@ -96,7 +96,7 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
     given |= {"center_gradients": "queries", "bank_weight": 128.0}
     given |= {"false_negative_margin": 0.1, "guide_margin": 0.2, "guide_margin_strategy": "relative"}
     given |= {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}
-    given |= {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    given |= {"directions": ["query_to_doc", "doc_to_query"], "partition_mode": "per_direction"}
     distill = {"distill": "kl", "distill_weight": 0.5, "distill_temperature": 2.0}
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill)
     loss = make_loss(tiny_encoder(), args)

@@ -1,0 +1,314 @@
+"""BankedTextLoss: the loss of a micro-batch of tokenised columns, with a bank.
+
+It encodes the columns of a data set, computes the ids of their texts and has the encoder probed
+after updates. The loss itself is `contaccum.bank.info_nce`; the losses that people use, with their
+arguments, are in `contaccum.losses.contaccum`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.sentence_transformer.losses.matryoshka import (
+    CachedLossDecorator,
+    ForwardDecorator,
+)
+from torch import Tensor, nn
+
+from contaccum.bank.false_negatives import PositivesTable
+from contaccum.bank.info_nce import BankedInfoNCE
+from contaccum.bank.settings import LossSettings
+from contaccum.distributed import world_size
+from contaccum.errors import ConfigError
+from contaccum.losses.bank_states import gather_bank_states, own_bank_state
+from contaccum.losses.distillation import Distillation, split_labels
+from contaccum.losses.guide import Guide
+from contaccum.losses.probe import EncoderProbe
+from contaccum.losses.text_ids import combine_ids, content_ids
+
+logger = logging.getLogger(__name__)
+
+
+class BankedTextLoss(nn.Module):
+    """`BankedInfoNCE` over texts, one for each embedding size that it meets.
+
+    Args:
+        model: encodes the columns.
+        settings: of the loss.
+        distillation: a term that is added in training, or None.
+        guide: a model that finds false negatives, or None.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        settings: LossSettings,
+        distillation: Distillation | None = None,
+        guide: Guide | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.settings = settings
+        self.distillation = distillation
+        self.guide = guide
+        # One BankedInfoNCE per embedding size: MatryoshkaLoss calls this loss with several.
+        self.info_nces: nn.ModuleDict = nn.ModuleDict()
+        without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
+        self._without_bank = BankedInfoNCE.from_settings(without_bank)
+        self._positives: PositivesTable | None = None
+        self._probe = EncoderProbe(model, is_used=settings.moves_entries)
+        self._guide_embeddings: list[Tensor] | None = None
+        self._pairs_in_update: int | None = None
+        self._warned: set[str] = set()
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss of a micro-batch of tokenised columns.
+
+        The columns are anchors, positives and any number of hard negatives.
+
+        Args:
+            labels: int64 (n, columns), ids of the texts. A text is a duplicate of another if these
+                ids are equal, or the hashes of their tokens. ``labels`` may be, or have after the
+                ids, a teacher's scores: see `contaccum.losses.distillation.split_labels`.
+        """
+        features = list(sentence_features)
+        ids = self._prepare_columns(features, labels)
+        guide = self._embed_by_guide(features)
+        embeddings = embed_columns(self.model, features)
+        return self.compute_loss_from_embeddings(embeddings, labels, ids, guide)
+
+    def compute_loss_from_embeddings(
+        self,
+        embeddings: list[Tensor],
+        labels: Tensor | None = None,
+        ids: Sequence[Tensor | None] | None = None,
+        guide: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Compute the loss of embedded columns, (n, d) each: anchors, positives, any negatives.
+
+        Args:
+            labels: with ``distill``, a teacher's scores.
+            ids: int64 (n,) or (n, 2) for each column, see `content_ids`; without them no duplicates
+                are masked. The encoder is not probed here, because the texts are not known.
+            guide: the columns as a guide embeds them, (n, g) each; needed if the loss has a guide.
+        """
+        if self.guide is not None and guide is None:
+            raise ConfigError(
+                "guide: the texts are not known here; "
+                "give guide=loss.guide.embed(sentence_features)"
+            )
+        if ids is None:
+            ids = [None] * len(embeddings)
+        if self._is_training and self.settings.bank_size:
+            self._warn_of_missing_texts(ids)
+        loss_fn = self._without_bank
+        if self._is_training:
+            loss_fn = self._info_nce_of_size(embeddings[0].shape[-1])
+        device = embeddings[0].device
+        loss = loss_fn(
+            *_join_negatives(embeddings),
+            *_join_negatives(ids),
+            guide=_join_negatives([x.to(device) for x in guide or ()]),
+        )
+        if self.distillation is not None and self._is_training:
+            loss = loss + self.distillation(embeddings, labels)
+        return loss
+
+    @property
+    def info_nce(self) -> BankedInfoNCE | None:
+        """The `BankedInfoNCE` of the largest embedding size, None before the first call."""
+        loss_fns = self._loss_of_each_size()
+        if not loss_fns:
+            return None
+        return loss_fns[max(loss_fns)]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """Diagnostics of the last call in training; see `BankedInfoNCE`.
+
+        With ``distill`` they include ``distill_loss``, the unweighted term.
+        """
+        info_nce = self.info_nce
+        diagnostics = {}
+        if info_nce is not None:
+            diagnostics.update(info_nce.last)
+        if self.distillation is not None and self.distillation.last is not None:
+            diagnostics["distill_loss"] = self.distillation.last
+        return diagnostics
+
+    def begin_update(self, pairs: int) -> None:
+        """Set the number of pairs until the optimizer steps; see `BankedInfoNCE`.
+
+        The call is needed only if updates differ in their number of pairs; otherwise
+        ``pairs_per_update`` sets it once.
+        """
+        self._pairs_in_update = pairs
+        for loss_fn in self._loss_of_each_size().values():
+            loss_fn.begin_update(pairs)
+
+    def set_known_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
+        """Never contrast these pairs, wherever they meet: ids of all positives, int64 (p,) each.
+
+        Ids are those that ``labels`` will hold; see `forward`. They are not part of the state.
+        """
+        self._positives = PositivesTable(query_ids, passage_ids)
+        self._without_bank.positives = self._positives
+        for loss_fn in self._loss_of_each_size().values():
+            loss_fn.positives = self._positives
+
+    def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
+        """Return the banks and drift statistics, which a checkpoint needs beside the model.
+
+        All ranks call it together; a rank without ``keep`` gets an empty state. The state of a
+        shared bank fits any number of ranks. Banks that ranks do not share are gathered into one
+        state, which fits the same number of ranks.
+        """
+        state = dict(self.info_nces.state_dict())
+        if state:
+            state |= self._probe.state_dict()
+        if world_size() > 1 and not self._is_shared:
+            state = gather_bank_states(state, next(self.model.parameters()).device)
+        if not keep:
+            return {}
+        return state
+
+    def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `bank_state_dict` returned, on every rank.
+
+        Raises:
+            ConfigError: if the state is of other settings or another number of ranks.
+        """
+        state = own_bank_state(state, self._is_shared)
+        state = self._probe.load_state_dict(state, self._is_shared)
+        for size in {key.split(".", 1)[0] for key in state}:
+            self._info_nce_of_size(int(size))
+        self.info_nces.load_state_dict(state)
+
+    @property
+    def _is_training(self) -> bool:
+        # Trainers leave the loss in training mode when they evaluate the model, without gradients.
+        return self.training and torch.is_grad_enabled()
+
+    @property
+    def _is_shared(self) -> bool:
+        """True if all ranks hold the same bank."""
+        return self.settings.gather_across_devices and world_size() > 1
+
+    @property
+    def _is_matryoshka_replay(self) -> bool:
+        """True if MatryoshkaLoss calls this loss again with the embeddings of the largest size."""
+        forward: object = self.model.forward
+        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
+
+    def _loss_of_each_size(self) -> dict[int, BankedInfoNCE]:
+        loss_fns = {}
+        for size, loss_fn in self.info_nces.items():
+            assert isinstance(loss_fn, BankedInfoNCE)  # a ModuleDict has values of any Module
+            loss_fns[int(size)] = loss_fn
+        return loss_fns
+
+    def _info_nce_of_size(self, size: int) -> BankedInfoNCE:
+        """Return the `BankedInfoNCE` of embeddings of that size; the first call makes it."""
+        loss_fn = self._loss_of_each_size().get(size)
+        if loss_fn is not None:
+            return loss_fn
+        loss_fn = BankedInfoNCE.from_settings(self.settings)
+        loss_fn.positives = self._positives
+        loss_fn.compensation.expects_probe = self._probe.texts is not None
+        if self._pairs_in_update is not None:
+            loss_fn.begin_update(self._pairs_in_update)
+        self.info_nces[str(size)] = loss_fn
+        self._probe.report_to(loss_fn, size)
+        return loss_fn
+
+    def _prepare_columns(
+        self, features: list[dict[str, Any]], labels: Tensor | None
+    ) -> list[Tensor | None]:
+        """Probe the encoder if it is due, and return the ids of the texts, (n, 2) per column."""
+        if len(features) < 2:
+            columns = f"(anchor, positive, ...) columns, got {len(features)}"
+            raise ValueError(f"{type(self).__name__} needs {columns}")
+        if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
+            self._probe_encoder(features)
+        label_ids, scores = split_labels(labels, len(features))
+        is_unused = labels is not None and label_ids is None and scores is None
+        if is_unused or (scores is not None and self.distillation is None):
+            name = type(self).__name__
+            self._warn_once(f"{name} does not use the label or score column of the data")
+        ids_of_columns: list[Tensor | None] = []
+        for index, column in enumerate(features):
+            column_ids = None
+            if label_ids is not None:
+                column_ids = label_ids[:, index]
+            ids_of_columns.append(combine_ids(column_ids, content_ids(column)))
+        return ids_of_columns
+
+    def _probe_encoder(self, features: list[dict[str, Any]]) -> None:
+        """Encode the probe if it is due; see `EncoderProbe.encode_if_due`."""
+        loss_fns = self._loss_of_each_size()
+        for loss_fn in loss_fns.values():
+            loss_fn.end_pending_update()
+        clock = None
+        if self.info_nce is not None:
+            clock = self.info_nce.clock
+        # MatryoshkaLoss around a cached loss shrinks what `calculate_loss` receives.
+        calculate_loss = vars(self).get("calculate_loss")
+        shrinks_outputs = isinstance(calculate_loss, CachedLossDecorator)
+        if self._probe.encode_if_due(features, clock, self._is_shared, shrinks_outputs):
+            for size, loss_fn in loss_fns.items():
+                self._probe.report_to(loss_fn, size)
+        for loss_fn in loss_fns.values():
+            loss_fn.compensation.expects_probe = self._probe.texts is not None
+
+    def _embed_by_guide(
+        self, features: list[dict[str, Any]], batch_size: int | None = None
+    ) -> list[Tensor] | None:
+        """Return the guide's embeddings of the columns, (n, g) each; None without a guide."""
+        if self.guide is not None and not self._is_matryoshka_replay:
+            self._guide_embeddings = self.guide.embed(features, batch_size)
+        return self._guide_embeddings
+
+    def _warn_of_missing_texts(self, ids: Sequence[Tensor | None]) -> None:
+        """Warn once of what does not work because the caller passes embeddings alone."""
+        if self.settings.mask_duplicates and any(x is None for x in ids):
+            self._warn_once(
+                "duplicates are not masked, as some texts or images have no id; a loss that calls "
+                "compute_loss_from_embeddings can give "
+                "ids=[content_ids(x) for x in sentence_features]"
+            )
+        loss_fn = self.info_nce
+        if self.settings.drift_compensation != "auto" or loss_fn is None:
+            return
+        is_probed = loss_fn.compensation.probe is not None or self._probe.texts is not None
+        if loss_fn.clock.num_updates and not is_probed:
+            self._warn_once(
+                "no entry of the bank retires for its age, because the drift probe is off: "
+                "it needs texts, and only embeddings were passed. A loss that calls "
+                "compute_loss_from_embeddings can call info_nce.observe_probe after updates "
+                "(docs/drift.md)"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            logger.warning(text)
+        self._warned.add(text)
+
+
+def _join_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Stack the third and later columns, (n, ...) each, to (n, h, ...).
+
+    The stack is None if one of them is missing.
+    """
+    negatives = [column for column in columns[2:] if column is not None]
+    stacked = None
+    if negatives and len(negatives) == len(columns) - 2:
+        stacked = torch.stack(negatives, dim=1)
+    return [*columns[:2], stacked]
