@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from contaccum.cli.options import MODEL, Parser, load_model, positive
 
 
 def run(argv: Sequence[str]) -> int:
     """Returns 0; raises `UserError` for every mistake in the arguments, the data, the model or the folder."""
-    from contaccum.retrieval.store import STORED, StoreWriter, check_bits, check_folder
+    from contaccum.retrieval.store import STORED, check_folder
 
     what = "Encode a corpus of any size into a memory-mapped store of embeddings."
     parser = Parser("encode", what, "output", "passage_max_length", *MODEL)
@@ -33,38 +32,43 @@ def run(argv: Sequence[str]) -> int:
         parser.error("name a MODEL to encode with")
     import torch
     from accelerate import PartialState
-    from tqdm.auto import tqdm
 
     from contaccum.data import RecordReport
-    from contaccum.files import redact
-    from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
+    from contaccum.retrieval.corpus import CorpusEncoder
+    from contaccum.retrieval.encode import read_texts
 
     # What cannot be read or written is refused before a model is loaded.
     next(read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record)), None)
     check_folder(args.output)
-    # Unless it is told so, accelerate takes each process of a machine without an accelerator for the only one.
+    # Unless it is set, accelerate takes each process of a machine without an accelerator for the only one.
     state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
-    rank, ranks, args.device = state.process_index, state.num_processes, args.device or str(state.device)
+    rank = state.process_index
+    ranks = state.num_processes
+    args.device = args.device or str(state.device)
     model = load_model(args.model, args)
-    check_bits(args.dtype, model.get_embedding_dimension())
-    identity = encoding_identity(model, args.kind, args.precision, args.dtype, args.shard_size)
-    notes = {"model_name": redact(args.model), "corpus": {"path": redact(str(args.corpus))}}
     with state.main_process_first():
-        writer = StoreWriter(args.output, identity, notes, overwrite=args.overwrite and rank == 0)
+        encoder = CorpusEncoder(
+            model,
+            args.model,
+            args.corpus,
+            args.output,
+            kind=args.kind,
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            precision=args.precision,
+            shard_size=args.shard_size,
+            overwrite=args.overwrite and rank == 0,
+        )
     state.destroy_process_group()  # a rank may take hours longer than another, and no collective waits so long
 
-    report, started, encoded = RecordReport(args.on_bad_record), time.perf_counter(), 0
-    hidden = args.no_progress or rank > 0
-
-    def encode(texts: list[str]) -> Any:
-        nonlocal encoded
-        encoded += len(texts)
-        return encode_texts(model, texts, args.kind, args.batch_size, args.precision, not hidden)
-
-    texts = read_texts(args.corpus, args.kind, report)
-    finished = writer.fill(tqdm(texts, "Shards", unit=f" {args.kind}s", disable=hidden), encode, rank, ranks)
+    started = time.perf_counter()
+    show_progress = not args.no_progress and rank == 0
+    encoded = encoder.encode(args.on_bad_record, rank, ranks, show_progress)
+    rate = encoded.num_encoded / (time.perf_counter() - started)
     if rank == 0:
-        print(report.summary())
-    end = f"written: {args.output} ({report.used:,} rows)" if finished else "other ranks are still at work"
-    print(f"{encoded:,} encoded by rank {rank}, {encoded / (time.perf_counter() - started):,.0f} a second; {end}")
+        print(encoded.report.summary())
+    end = "other ranks are still at work"
+    if encoded.is_finished:
+        end = f"written: {args.output} ({encoded.report.used:,} rows)"
+    print(f"{encoded.num_encoded:,} encoded by rank {rank}, {rate:,.0f} a second; {end}")
     return 0

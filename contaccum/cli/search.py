@@ -96,6 +96,6 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
         texts = {query.id: query.passage for query in read_texts(args.queries, "query", report)}
     print(report.summary())
     model = load_model(args.model, args)
-    check(model_fingerprint(model), "query")
+    check(model_fingerprint(model, "document"), "query")
     settings = (args.batch_size, args.precision, not args.no_progress)
     return list(texts), encode_texts(model, list(texts.values()), "query", *settings)

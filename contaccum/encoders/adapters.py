@@ -114,7 +114,7 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
         backbone_config.base_model_name_or_path = base
         # bfloat16 would round most of an update away.
         cast_adapter_dtype(backbone, name or "default")
-    _share_equal_frozen_weights(backbones(model))
+    share_equal_frozen_weights(backbones(model))
 
 
 def take_up_adapter(model: nn.Module) -> None:
@@ -125,8 +125,11 @@ def take_up_adapter(model: nn.Module) -> None:
     if not has_adapter(model):
         return
     for backbone in backbones(model):
-        backbone.set_adapter(backbone.active_adapters())
-    _share_equal_frozen_weights(backbones(model))
+        if getattr(backbone, "peft_config", None):
+            backbone.set_adapter(backbone.active_adapters())
+        else:  # the tower of documents, whose weights lie beside the other tower's adapter
+            backbone.requires_grad_(False)
+    share_equal_frozen_weights(backbones(model))
 
 
 def merge_adapter(model: nn.Module) -> None:
@@ -138,6 +141,8 @@ def merge_adapter(model: nn.Module) -> None:
 
     transformers = [module for module in model.modules() if isinstance(module, Transformer)]
     for transformer in transformers:
+        if not getattr(transformer.model, "peft_config", None):
+            continue  # the other tower alone has an adapter
         # A copy, because another tower may share the base.
         backbone = copy.deepcopy(transformer.model)
         transformer.model = backbone
@@ -209,13 +214,15 @@ def in_4bit() -> dict[str, Any]:
     return {"quantization_config": config}
 
 
-def _share_equal_frozen_weights(models: Sequence[PreTrainedModel]) -> None:
+def share_equal_frozen_weights(models: Sequence[PreTrainedModel]) -> None:
     """Replace frozen weights of backbones by the first backbone's, if they are equal."""
-    first_weights = dict(models[0].named_parameters())
+    first_weights = {}
+    for name, weight in models[0].named_parameters():
+        first_weights[_name_without_adapter(name)] = weight
     for backbone in models[1:]:
         has_same_base = backbone.name_or_path == models[0].name_or_path
         for name, weight in list(backbone.named_parameters()):
-            first_weight = first_weights.get(name)
+            first_weight = first_weights.get(_name_without_adapter(name))
             if first_weight is None or first_weight.requires_grad or weight.requires_grad:
                 continue
             # Equal codes of quantized weights may stand for different numbers, unless the
@@ -224,6 +231,11 @@ def _share_equal_frozen_weights(models: Sequence[PreTrainedModel]) -> None:
             if is_comparable and torch.equal(first_weight, weight):
                 module_name, _, attribute = name.rpartition(".")
                 setattr(backbone.get_submodule(module_name), attribute, first_weight)
+
+
+def _name_without_adapter(name: str) -> str:
+    """Return the name that a weight has in a backbone without an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def bases(folder: Path) -> list[str]:
@@ -298,7 +310,7 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
     router = read_json(router_file)
     tower_folders = []
     for name, type_name in router["types"].items():
-        if type_name == _TRANSFORMER:
+        if type_name == _TRANSFORMER and (folder / name / _CONFIG).is_file():
             tower_folders.append(folder / name)
     for tower_folder in tower_folders:
         modules = [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER}]

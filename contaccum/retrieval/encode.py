@@ -16,10 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Router
 
 from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import beir_file
 from contaccum.data.sampling import text_ids
+from contaccum.encoders.towers import tower
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
@@ -32,6 +35,7 @@ _METRICS: dict[str, Metric] = {"cos_sim": "cos", "cos": "cos", "cosine": "cos", 
 # at 8 and 14.2 s at 4.
 _CPU_BATCH = 8
 _IDS_AT_A_TIME = 2**16
+_LENGTHS = ("max_seq_length", "query_length", "document_length")
 
 
 def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
@@ -117,41 +121,65 @@ def metric_of(model: Any, score_function: str | None = None) -> Metric:
 
 
 def encoding_identity(model: Any, kind: Kind, precision: str, dtype: str, shard_size: int) -> dict[str, Any]:
-    """The `identity` of `StoreWriter`: what decides embeddings besides the texts; takes a pass over the weights."""
-    about = {"kind": kind, "model": model_fingerprint(model), "similarity": metric_of(model)}
-    about["tokenisation"] = tokenisation_fingerprint(model)
-    return about | {"precision": precision, "dtype": dtype, "shard_size": shard_size}
+    """Return the `identity` of `StoreWriter`: what decides embeddings besides the texts. Takes a pass over the weights.
+
+    Its ``model`` is the document tower, for queries too: by it, queries and documents fit each other. A query tower
+    that was trained against a store of documents leaves that store valid.
+    """
+    identity = {"kind": kind, "model": model_fingerprint(model, "document"), "similarity": metric_of(model)}
+    if kind == "query":
+        identity["query_model"] = model_fingerprint(model, "query")
+    identity["tokenisation"] = tokenisation_fingerprint(model, kind)
+    return identity | {"precision": precision, "dtype": dtype, "shard_size": shard_size}
 
 
-def model_fingerprint(model: Any) -> str | None:
-    """sha256, in hex, over names, types, shapes and bytes of all weights and buffers that the model saves.
+def model_fingerprint(model: Any, kind: Kind | None = None) -> str | None:
+    """Return a sha256, in hex, over names, types, shapes and bytes of all weights and buffers that the model saves.
 
-    The same whether the model was just trained, or saved and loaded again, in whatever file format. None for an
+    It is the same whether the model was just trained, or saved and loaded again, in whatever file format. None for an
     object without a `state_dict`.
+
+    Args:
+        kind: of a SentenceTransformer only the tower that encodes these texts.
     """
     if not isinstance(model, torch.nn.Module):
         return None
+    module = model
+    if kind is not None and isinstance(model, SentenceTransformer):
+        module = tower(model, kind)
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # numpy has no bfloat16: the bytes are taken as they are.
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def tokenisation_fingerprint(model: Any) -> str | None:
-    """sha256, in hex, of how texts become vectors beside the weights: tokenisers, prompts, lengths, pooling.
+def tokenisation_fingerprint(model: Any, kind: Kind | None = None) -> str | None:
+    """Return a sha256, in hex, of how texts become vectors beside the weights: tokenisers, prompts, lengths, pooling.
 
     None for a model that is no SentenceTransformer.
+
+    Args:
+        kind: only for these texts; None: for queries and documents.
     """
-    if not hasattr(model, "encode_document"):
+    if not isinstance(model, SentenceTransformer):
         return None
-    found = Fingerprint(model.prompts, model.default_prompt_name, model.truncate_dim)
-    for module in model.modules():
+    if kind is None:
+        of_queries = tokenisation_fingerprint(model, "query")
+        of_documents = tokenisation_fingerprint(model, "document")
+        return Fingerprint(of_queries, of_documents).hex()
+    fingerprint = Fingerprint(model.prompts.get(kind), model.default_prompt_name, model.truncate_dim)
+    for module in tower(model, kind).modules():
+        if isinstance(module, (SentenceTransformer, Router)):
+            continue  # their modules count, and a tied model's are those of each tower
         if hasattr(module, "get_config_dict"):
-            found.add(type(module).__name__, module.get_config_dict(), str(getattr(module, "max_seq_length", None)))
+            config = module.get_config_dict()
+            lengths = {name: config.pop(name, None) for name in _LENGTHS}
+            max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
+            fingerprint.add(type(module).__name__, config, str(max_length))
         tokenizer = getattr(module, "tokenizer", None)
         fast: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if hasattr(fast, "to_str"):  # padding and truncation are set anew for each call
-            found.add({**json.loads(fast.to_str()), "padding": None, "truncation": None})
-    return found.hex()
+            fingerprint.add({**json.loads(fast.to_str()), "padding": None, "truncation": None})
+    return fingerprint.hex()

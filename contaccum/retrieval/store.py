@@ -5,7 +5,8 @@
         embeddings.npy    (n, d), float32, float16 or int8; (n, d / 8) of bits
         ranges.npy        of int8: the least and greatest of each dimension in this shard, (2, d)
         ids.arrow         their ids: Arrow IPC, one column `id` of strings
-        shard.json        rows, dimension, bytes of the two files, fingerprint of the corpus up to the shard's last row
+        texts.npy         hashes of their texts, by which training finds positives: int64 (n,)
+        shard.json        rows, dimension, bytes of the files, fingerprint of the corpus up to the last row
 
 A shard is there whole or not at all, so that a process killed at any instant loses the shard in work alone, and several
 may share a folder. Nothing holds a pickle. Nothing is encoded or searched here.
@@ -26,6 +27,8 @@ from typing import Any
 import numpy as np
 
 from contaccum import files
+from contaccum.data.records import passage_text
+from contaccum.data.sampling import text_ids
 from contaccum.errors import ConfigError, DataError, UserError
 
 ABOUT = "store.json"
@@ -34,7 +37,8 @@ STORED = ("float32", "float16", "int8", "binary")
 """Types that embeddings are stored in: 4, 2 and 1 bytes a dimension, and a bit."""
 
 _SHARD, _EMBEDDINGS, _RANGES, _IDS = "shard.json", "embeddings.npy", "ranges.npy", "ids.arrow"
-_HEAD = {"format": "contaccum embedding store", "version": 2}
+_TEXTS = "texts.npy"
+_HEAD = {"format": "contaccum embedding store", "version": 3}
 _MAPPED_SHARDS = 64  # at most, those used last: maps stay open, and a process may open 1,024 files
 _MEND = "name another --output, or start anew with --overwrite"
 
@@ -144,6 +148,28 @@ class EmbeddingStore:
             found[places] = self._mapped(number)[0].take(inside).to_pylist()
         return found.tolist()
 
+    def text_ids(self) -> np.ndarray:
+        """Return the hashes of the encoded texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
+        parts = []
+        for number in range(self._num_shards):
+            file = _shard_folder(self.folder, number) / _TEXTS
+            parts.append(np.load(file, allow_pickle=False))
+        return np.concatenate(parts)
+
+    def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row and the embeddings, float32 (n, d), of consecutive blocks of at most ``size`` rows.
+
+        A block lies in one shard. Those of a float32 store are views of the mapped file.
+        """
+        for number in range(self._num_shards):
+            codes = self._mapped(number)[1]
+            for first in range(0, len(codes), size):
+                yield number * self._shard_size + first, codes[first : first + size]
+
+    @property
+    def _num_shards(self) -> int:
+        return -(-len(self) // self._shard_size)
+
     def _located(self, rows: Sequence[int] | np.ndarray) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
         """For each shard that has some of the rows: places among them, its number, and the rows inside it."""
         wanted = np.asarray(rows, dtype=np.int64)
@@ -160,7 +186,8 @@ class EmbeddingStore:
 
         folder = _shard_folder(self.folder, number)
         try:
-            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="r", allow_pickle=False)
+            # Copy-on-write: torch warns of arrays that are read-only, and nothing here writes to them.
+            embeddings = np.load(folder / _EMBEDDINGS, mmap_mode="c", allow_pickle=False)
             ranges = np.load(folder / _RANGES, allow_pickle=False) if self.dtype == "int8" else None
             with pa.memory_map(str(folder / _IDS)) as source, pa.ipc.open_file(source) as reader:
                 ids = reader.read_all()["id"].combine_chunks()
@@ -243,9 +270,9 @@ class StoreWriter:
             number = rows // shard_size
             is_missing = not self._has_shard(number, fingerprint)
             if is_missing and number % ranks == rank:
-                embeddings = encode([f"{title} {text}".strip() for _, title, text in block])
+                texts = [passage_text(title, text) for _, title, text in block]
                 ids = [passage[0] for passage in block]
-                self._write_shard(number, ids, embeddings, fingerprint)
+                self._write_shard(number, ids, texts, encode(texts), fingerprint)
             rows += len(block)
         if not rows:
             raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
@@ -260,7 +287,9 @@ class StoreWriter:
             raise self._another_corpus()
         return True
 
-    def _write_shard(self, number: int, ids: list[str], embeddings: np.ndarray, fingerprint: str) -> None:
+    def _write_shard(
+        self, number: int, ids: list[str], texts: list[str], embeddings: np.ndarray, fingerprint: str
+    ) -> None:
         """Write a shard, unless another process has written it meanwhile.
 
         Args:
@@ -273,6 +302,7 @@ class StoreWriter:
         table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
         with files.atomic_folder(_shard_folder(self.folder, number)) as part:
             np.save(part / _EMBEDDINGS, codes.values, allow_pickle=False)
+            np.save(part / _TEXTS, text_ids(texts), allow_pickle=False)
             if codes.ranges is not None:
                 np.save(part / _RANGES, codes.ranges, allow_pickle=False)
             with pa.ipc.new_file(str(part / _IDS), table.schema) as writer:

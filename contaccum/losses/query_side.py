@@ -1,0 +1,287 @@
+"""QuerySideLoss: train the query tower against every document of an index that is encoded already.
+
+The documents stand still: they are read from a store, and never encoded. So a training pair costs
+one query, and all documents of the corpus are its negatives, without drift. The field calls it
+query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The maths is in
+`contaccum.bank.full_softmax`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.data_collator import (
+    SentenceTransformerDataCollator,
+)
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from contaccum.bank.full_softmax import full_softmax_loss
+from contaccum.data.sampling import LABELS, first_texts, samplings_of, text_ids
+from contaccum.distributed import rank, world_size
+from contaccum.encoders.query_tower import train_query_tower_alone
+from contaccum.errors import ConfigError
+from contaccum.files import AnyPath
+from contaccum.retrieval.documents import PositiveRows, StoreDocuments
+from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.store import EmbeddingStore
+
+logger = logging.getLogger(__name__)
+
+PASSES_PER_MICRO_STEP = 3
+"""A backward pass takes some two forward passes, so a micro-step takes three."""
+
+CITATION = """@inproceedings{lee2021densephrases,
+author={Jinhyuk Lee and Mujeen Sung and Jaewoo Kang and Danqi Chen}, year={2021},
+title={Learning Dense Representations of Phrases at Scale},
+booktitle={Proceedings of ACL-IJCNLP}, eprint={2012.12624}}"""
+
+
+class QuerySideLoss(nn.Module):
+    """Cross-entropy of queries over all documents of a store, in which documents stand still.
+
+    A tied model gets a query tower of its own, in place: a copy of the model, which is trained. The
+    weights of the document tower are frozen and stay bit for bit, so the store goes on serving.
+    Make the loss before the trainer, which collects the weights to train.
+
+    Args:
+        model: a SentenceTransformer, whose document tower encoded the store. For an adapter in
+            place of the copy, call `contaccum.encoders.query_tower.add_query_adapter` first.
+        store: an `EmbeddingStore`, its folder (``contaccum encode`` writes one) or
+            `StoreDocuments`.
+        scale: 1 / temperature. Similarities are those that the store's model compares by.
+
+    Raises:
+        ConfigError (a ValueError): for a store of another model, prompt or similarity.
+        DataError: for a folder that holds no whole store.
+
+    Inputs:
+        (anchor,) of the queries; labels: int64 (n, p), the rows of a query's positives in the
+        store, that of this pair first. `QuerySideCollator` makes both of (anchor, positive, ...)
+        rows; documents are not tokenised.
+
+    Relations:
+        - With ranks of ``torch.distributed``, each reads every n-th block of the store, and the
+          loss is that of the queries of all ranks.
+        - A store in float16 or int8 gives the loss over the embeddings that it holds.
+
+    Example:
+        ```python
+        loss = QuerySideLoss(model, "stores/mine")
+        trainer = SentenceTransformerTrainer(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            loss=loss,
+            data_collator=QuerySideCollator.of_dataset(model, loss.documents, train_dataset),
+        )
+        trainer.train()
+        ```
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        store: EmbeddingStore | StoreDocuments | AnyPath,
+        scale: float = 20.0,
+    ) -> None:
+        super().__init__()
+        if not scale > 0:
+            raise ConfigError(f"scale must be a positive number, got {scale!r}")
+        if not isinstance(store, (EmbeddingStore, StoreDocuments)):
+            store = EmbeddingStore.open(store)
+        if isinstance(store, EmbeddingStore):
+            check_store_fits(model, store)
+            store = StoreDocuments(store)
+        self.documents: StoreDocuments = store
+        train_query_tower_alone(model)
+        self.model = model
+        self.scale = scale
+        self._num_calls = 0
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss of a micro-batch of tokenised queries.
+
+        Args:
+            sentence_features: one column.
+            labels: int64 (n, p); see the class.
+        """
+        features = list(sentence_features)
+        if labels is None or labels.is_floating_point() or labels.ndim != 2 or len(features) != 1:
+            raise ValueError(
+                "QuerySideLoss needs the queries alone, and the rows of their positives as labels: "
+                "pass data_collator=QuerySideCollator.of_dataset(...) to the trainer"
+            )
+        started = time.perf_counter()
+        queries = self.model(features[0])["sentence_embedding"]
+        encoded = self._read_clock(queries)
+        loss = self.compute_loss_from_embeddings(queries, labels)
+        self._report_cost(len(queries), encoded - started, self._read_clock(loss) - encoded)
+        return loss
+
+    def compute_loss_from_embeddings(self, queries: Tensor, labels: Tensor) -> Tensor:
+        """Compute the loss of embedded queries, (n, d); ``labels`` are int64 (n, p)."""
+        documents = self.documents
+        is_partitioned = world_size() > 1
+        if documents.similarity == "cos":
+            dtype = torch.promote_types(queries.dtype, torch.float32)
+            queries = normalize(queries.to(dtype), dim=-1)
+        positives = documents.take(labels[:, 0])
+        blocks = documents.blocks(queries.device, rank(), world_size())
+        temperature = 1.0 / self.scale
+        return full_softmax_loss(
+            queries, positives, labels[:, 1:], blocks, temperature, is_partitioned
+        )
+
+    def _read_clock(self, result: Tensor) -> float:
+        """Return the time at which a result is there; an accelerator is waited for at first."""
+        if self._is_measured and result.device.type == "cuda":
+            torch.cuda.synchronize(result.device)
+        return time.perf_counter()
+
+    @property
+    def _is_measured(self) -> bool:
+        """True for the second call: the first one allocates, and reads the store's file."""
+        return self._num_calls == 1
+
+    def _report_cost(self, num_queries: int, encoding: float, scoring: float) -> None:
+        """Report once what the encoder and the documents cost, both in seconds."""
+        if self._is_measured and rank() == 0:
+            encoder = PASSES_PER_MICRO_STEP * encoding
+            figures = (
+                f"a micro-step of {num_queries} queries takes some {1e3 * encoder:,.0f} ms in the "
+                f"encoder and {1e3 * scoring:,.0f} ms over {len(self.documents):,} documents"
+            )
+            if scoring > encoder:
+                logger.warning(
+                    f"query side: {figures}: training is slower than its encoder. Use a GPU, a "
+                    "smaller corpus, or larger micro-batches"
+                )
+            else:
+                logger.info(f"query side: {figures}")
+        self._num_calls += 1
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the settings that sentence-transformers writes into the model card."""
+        return {
+            "scale": self.scale,
+            "similarity": self.documents.similarity,
+            "documents": len(self.documents),
+            "store": self.documents.store.fingerprint,
+        }
+
+    @property
+    def citation(self) -> str:
+        """The citation of query-side fine-tuning, for the model card."""
+        return CITATION
+
+
+@dataclass
+class QuerySideCollator(SentenceTransformerDataCollator):
+    """Tokenises the queries of (anchor, positive, ...) rows, and labels them with store rows.
+
+    Attributes:
+        positives: finds the rows of a query's positives.
+    """
+
+    positives: PositiveRows | None = None
+
+    @classmethod
+    def of_dataset(
+        cls, model: SentenceTransformer, documents: StoreDocuments, dataset: Any
+    ) -> QuerySideCollator:
+        """Make the collator of a data set whose first columns are queries and positives."""
+        column = next(name for name in dataset.column_names if name not in LABELS)
+        prompts = {}
+        if model.prompts.get("query"):
+            prompts[column] = model.prompts["query"]
+        return cls(
+            preprocess_fn=model.preprocess,
+            router_mapping={column: "query"},
+            prompts=prompts,
+            positives=known_positives(documents, [dataset]),
+        )
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate rows.
+
+        Raises:
+            DataError: for a positive that the store does not hold.
+        """
+        assert self.positives is not None
+        columns = [name for name in features[0] if name not in LABELS]
+        query_column, positive_column = columns[:2]
+        queries = [row[query_column] for row in features]
+        labels = self.positives.label_batch(queries, [row[positive_column] for row in features])
+        rows = []
+        for row, label in zip(features, labels, strict=True):
+            query_row = {query_column: row[query_column], "label": label}
+            if "dataset_name" in row:
+                query_row["dataset_name"] = row["dataset_name"]
+            rows.append(query_row)
+        return super().__call__(rows)
+
+
+def known_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> PositiveRows:
+    """Return the rows of all known positives of the queries in some data sets."""
+    pairs = [pair_ids(dataset) for dataset in datasets]
+    ids = np.concatenate(pairs) if pairs else np.empty((0, 2), dtype=np.int64)
+    return PositiveRows(documents, ids[:, 0], ids[:, 1])
+
+
+def pair_ids(dataset: Any) -> np.ndarray:
+    """Return hashes of query and positive for every pair of a data set, int64 (p, 2).
+
+    They include the pairs that a row may have in another epoch. A stream has none.
+    """
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    if not hasattr(dataset, "__len__"):
+        return parts[0]
+    samplings = samplings_of(dataset)
+    if samplings:
+        for pair in samplings[0].pairs():
+            positives = text_ids(pair["positive"])
+            queries = np.full_like(positives, text_ids([pair["query"]])[0])
+            parts.append(np.column_stack([queries, positives]))
+        return np.concatenate(parts)
+    for texts in first_texts(dataset):
+        queries, positives = list(texts.values())[:2]
+        parts.append(np.column_stack([text_ids(queries), text_ids(positives)]))
+    return np.concatenate(parts)
+
+
+def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
+    """Refuse a store that this model's document tower did not write.
+
+    Raises:
+        ConfigError: the message names what differs.
+    """
+    about = store.about
+    if about["kind"] != "document":
+        raise ConfigError(f"{store.folder}: holds queries; encode documents (--kind document)")
+    if store.dtype == "binary":
+        raise ConfigError(f"{store.folder}: is binary, too coarse to train on; encode in int8")
+    remedy = "encode the corpus with this model, or train the model that wrote the store"
+    if about["model"] != model_fingerprint(model, "document"):
+        name = about.get("model_name")
+        raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
+    if about["tokenisation"] != tokenisation_fingerprint(model, "document"):
+        raise ConfigError(
+            f"{store.folder}: was encoded with another prompt, length or pooling of documents: "
+            f"{remedy}"
+        )
+    similarity = metric_of(model)
+    if about["similarity"] != similarity:
+        raise ConfigError(
+            f"{store.folder}: is compared by {about['similarity']}, this model by {similarity}: "
+            f"{remedy}"
+        )

@@ -1,0 +1,184 @@
+"""The documents of a store as a loss reads them: blocks of tensors, and rows by their texts.
+
+A rank may read every n-th block only. Documents that the store lacks can stand behind its last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
+from contaccum.data.records import quoted
+from contaccum.data.sampling import text_ids
+from contaccum.errors import DataError
+from contaccum.retrieval.store import EmbeddingStore
+
+ROWS_PER_BLOCK = 8192
+_SHARE_OF_FREE_MEMORY = 0.5  # of an accelerator, which documents may take
+
+
+class StoreDocuments:
+    """The documents of a store, with a length of 1 where its model compares by cosine.
+
+    Args:
+        store: holds documents.
+        similarity: ``"cos"`` or ``"dot"``; None: the store's own.
+    """
+
+    def __init__(self, store: EmbeddingStore, similarity: str | None = None) -> None:
+        self.store = store
+        self.similarity = similarity or store.similarity
+        self.dimension: int = store.shape[1]
+        self._added = np.empty((0, self.dimension), dtype=np.float32)
+        self._set_texts(store.text_ids())
+        self._scales: Tensor | None = None
+        self._blocks_on_device: dict[torch.device, list[DocumentBlock]] = {}
+
+    def _set_texts(self, ids: np.ndarray) -> None:
+        self._text_ids = ids
+        self._order = np.argsort(ids, kind="stable")
+        self._sorted_ids = ids[self._order]
+
+    def __len__(self) -> int:
+        return len(self._text_ids)
+
+    def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
+        """Put documents, with embeddings float32 (k, d), behind those of the store."""
+        self._added = np.concatenate([self._added, embeddings])
+        self._set_texts(np.concatenate([self._text_ids, text_ids(texts)]))
+        self._scales = None
+        self._blocks_on_device = {}
+
+    def rows_of(self, text_id: int) -> list[int]:
+        """Return the rows of the documents with this hash of their text, none or several."""
+        return self.rows_of_all(np.array([text_id]))[1].tolist()
+
+    def rows_of_all(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find the documents with some hashes of texts, int64 (k,).
+
+        Returns:
+            For each document that was found the index of its hash, and its row, int64 (f,) each.
+        """
+        first = np.searchsorted(self._sorted_ids, ids, side="left")
+        counts = np.searchsorted(self._sorted_ids, ids, side="right") - first
+        indices = np.repeat(np.arange(len(ids)), counts)
+        first_of_each = np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(first, counts) + np.arange(len(indices)) - first_of_each
+        return indices, self._order[positions]
+
+    def has(self, ids: np.ndarray) -> np.ndarray:
+        """Return bool (k,): for each hash of a text whether there is a document with that text."""
+        return np.isin(ids, self._sorted_ids)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on their device."""
+        numbers = rows.cpu().numpy()
+        embeddings = np.empty((len(numbers), self.dimension), dtype=np.float32)
+        is_added = numbers >= len(self.store)
+        embeddings[~is_added] = self.store[numbers[~is_added]]
+        embeddings[is_added] = self._added[numbers[is_added] - len(self.store)]
+        taken = torch.from_numpy(embeddings)
+        if self.similarity == "cos":
+            taken = torch.nn.functional.normalize(taken, dim=-1)
+        return taken.to(rows.device)
+
+    def blocks(self, device: torch.device, part: int = 0, num_parts: int = 1) -> Iterator[DocumentBlock]:
+        """Yield blocks of documents on a device: every ``num_parts``-th, from the ``part``-th on.
+
+        An accelerator with enough free memory holds on to its blocks.
+        """
+        if device in self._blocks_on_device:
+            yield from self._blocks_on_device[device]
+            return
+        if device.type != "cpu" and self._fits(device, num_parts):
+            blocks = list(self._read_blocks(device, part, num_parts))
+            self._blocks_on_device[device] = blocks
+            yield from blocks
+            return
+        yield from self._read_blocks(device, part, num_parts)
+
+    def _read_blocks(self, device: torch.device, part: int, num_parts: int) -> Iterator[DocumentBlock]:
+        scales = self._inverse_lengths()
+        for number, (first, embeddings) in enumerate(self._arrays()):
+            if number % num_parts != part:
+                continue
+            block_scales = None
+            if scales is not None:
+                block_scales = scales[first : first + len(embeddings)].to(device)
+            documents = torch.from_numpy(embeddings).to(device, non_blocking=True)
+            yield DocumentBlock(first, documents, block_scales)
+
+    def _arrays(self) -> Iterator[tuple[int, np.ndarray]]:
+        yield from self.store.blocks(ROWS_PER_BLOCK)
+        if len(self._added):
+            yield len(self.store), self._added
+
+    def _inverse_lengths(self) -> Tensor | None:
+        """Return 1 / length of every document, (N,); None with dot product. Read once."""
+        if self.similarity != "cos":
+            return None
+        if self._scales is None:
+            scales = []
+            for _, embeddings in self._arrays():
+                lengths = torch.from_numpy(embeddings).norm(dim=1)
+                scales.append(1 / lengths.clamp_min(1e-12))
+            self._scales = torch.cat(scales)
+        return self._scales
+
+    def _fits(self, device: torch.device, num_parts: int) -> bool:
+        if device.type != "cuda":
+            return False
+        free, _ = torch.cuda.mem_get_info(device)
+        needed = 4 * len(self) * self.dimension / num_parts
+        return needed < _SHARE_OF_FREE_MEMORY * free
+
+
+class PositiveRows:
+    """The rows of the documents that are known positives of each query.
+
+    Args:
+        documents: of a store.
+        query_ids, text_ids: int64 (p,) each, hashes of query and positive for every known pair;
+            pairs whose positive no document has are left out.
+    """
+
+    def __init__(self, documents: StoreDocuments, query_ids: np.ndarray, positive_ids: np.ndarray) -> None:
+        self.documents = documents
+        pair_indices, rows = documents.rows_of_all(positive_ids)
+        queries = query_ids[pair_indices]
+        order = np.lexsort((rows, queries))
+        self._query_ids = queries[order]
+        self._rows = rows[order]
+
+    def rows_of_query(self, query_id: int) -> set[int]:
+        """Return the rows of the known positives of a query, by the hash of its text."""
+        first = np.searchsorted(self._query_ids, query_id, side="left")
+        end = np.searchsorted(self._query_ids, query_id, side="right")
+        return set(self._rows[first:end].tolist())
+
+    def label_batch(self, queries: Sequence[str], positives: Sequence[str]) -> Tensor:
+        """Return the rows of each query's known positives, int64 (n, p), that of this row first.
+
+        They are filled up with `NO_ROW`.
+
+        Raises:
+            DataError: for a positive that no document has.
+        """
+        lists = []
+        query_ids = text_ids(queries).tolist()
+        positive_ids = text_ids(positives).tolist()
+        for query_id, positive_id, positive in zip(query_ids, positive_ids, positives, strict=True):
+            rows = self.documents.rows_of(positive_id)
+            if not rows:
+                folder = self.documents.store.folder
+                raise DataError(f"{folder}: lacks the positive {quoted(positive)} (encode it too)")
+            others = self.rows_of_query(query_id).union(rows) - {rows[0]}
+            lists.append([rows[0], *sorted(others)])
+        labels = torch.full((len(lists), max(map(len, lists))), NO_ROW)
+        for index, rows in enumerate(lists):
+            labels[index, : len(rows)] = torch.tensor(rows)
+        return labels

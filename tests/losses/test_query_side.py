@@ -1,0 +1,202 @@
+"""The query tower learns against a store whose documents stand still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sample_texts import sentences
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from small_data import write_lines
+from tiny_models import tiny_encoder
+from torch.nn.functional import normalize
+
+from contaccum import DualEncoder
+from contaccum.encoders.query_tower import add_query_adapter, train_query_tower_alone
+from contaccum.errors import ConfigError, DataError
+from contaccum.losses.query_side import QuerySideCollator, QuerySideLoss, check_store_fits
+from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import encode_texts, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.store import EmbeddingStore
+
+DOCUMENTS = sentences(40, 5, 9)
+
+
+def write_store(folder: Path, model: Any, texts: list[str] = DOCUMENTS, **settings: Any) -> EmbeddingStore:
+    corpus = write_lines(folder / "corpus.jsonl", [{"_id": f"d{row}", "text": text} for row, text in enumerate(texts)])
+    settings = {"shard_size": 16, **settings}
+    encoder = CorpusEncoder(model, "tiny", corpus, folder / "store", **settings)
+    assert encoder.encode(show_progress=False).is_finished
+    return EmbeddingStore.open(folder / "store")
+
+
+def training_pairs(n: int = 24) -> Dataset:
+    """Pairs whose positives are documents; the first two queries are one text."""
+    queries = sentences(n, 6)
+    queries[1] = queries[0]
+    return Dataset.from_dict({"query": queries, "positive": DOCUMENTS[:n]})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("similarity", ["cos", "dot"])
+def test_loss_and_gradient_equal_a_dense_softmax_over_the_stored_embeddings(tmp_path, dtype, similarity):
+    model = tiny_encoder(normalize=False, similarity=similarity)
+    texts = [*DOCUMENTS, DOCUMENTS[2]]  # one document is there twice
+    store = write_store(tmp_path, model, texts, dtype=dtype)
+    loss_fn = QuerySideLoss(model, store, scale=5.0)
+    data = training_pairs()
+    collator = QuerySideCollator.of_dataset(model, loss_fn.documents, data)
+    rows = [data[index] for index in range(8)]
+    batch = collator(rows)
+    assert not any(name.startswith("positive") for name in batch)
+    labels = batch["label"]
+    assert labels[:, 0].tolist() == list(range(8))
+    assert set(labels[0].tolist()) >= {0, 1} and set(labels[2].tolist()) >= {2, 40}
+
+    queries = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    loss = loss_fn.compute_loss_from_embeddings(queries, labels)
+    loss.backward()
+
+    dense_queries = queries.detach().clone().requires_grad_()
+    documents = torch.from_numpy(store[:]).double()
+    if similarity == "cos":
+        logits = normalize(dense_queries, dim=1) @ normalize(documents, dim=1).T * 5.0
+    else:
+        logits = dense_queries @ documents.T * 5.0
+    excluded = torch.zeros(8, 41, dtype=torch.bool)
+    excluded[0, 1] = excluded[1, 0] = excluded[2, 40] = True
+    expected = torch.nn.functional.cross_entropy(logits.masked_fill(excluded, -torch.inf), torch.arange(8))
+    expected.backward()
+    # Lengths of documents are float32.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(queries.grad, dense_queries.grad, rtol=1e-4, atol=1e-7)
+    assert dense_queries.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_by_sentence_transformers_the_query_side_learns_and_the_store_stays_valid(tmp_path, tied, adapter):
+    base = tmp_path / "base"
+    tiny_encoder(tied).save_pretrained(str(base))
+    model = DualEncoder.from_pretrained(base, device="cpu")
+    store = write_store(tmp_path, model)
+    documents_before = encode_texts(model, DOCUMENTS)
+    queries_before = encode_texts(model, DOCUMENTS[:3], "query")
+    if adapter:
+        add_query_adapter(model, 8)
+    loss = QuerySideLoss(model, store)
+    data = training_pairs()
+    args = SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"),
+        num_train_epochs=30,
+        learning_rate=3e-2,
+        per_device_train_batch_size=8,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    collator = QuerySideCollator.of_dataset(model, loss.documents, data)
+    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss, data_collator=collator)
+    batch = collator([data[index] for index in range(24)])
+    labels = batch.pop("label")
+
+    def loss_of_all() -> float:
+        features = trainer.collect_features(dict(batch))[0]
+        with torch.no_grad():
+            return loss.eval()(features, labels).item()
+
+    before = loss_of_all()
+    trainer.train()
+    assert loss_of_all() < 0.9 * before
+
+    model.save_pretrained(str(tmp_path / "trained"))
+    for loaded in (model, DualEncoder.from_pretrained(tmp_path / "trained", device="cpu")):
+        assert (encode_texts(loaded, DOCUMENTS) == documents_before).all()
+        assert abs(encode_texts(loaded, DOCUMENTS[:3], "query") - queries_before).max() > 1e-3
+        check_store_fits(loaded, store)
+    if adapter:
+        is_shared = {id(weight) for weight in loaded[0].sub_modules["query"].parameters()} & {
+            id(weight) for weight in loaded[0].sub_modules["document"].parameters()
+        }
+        assert is_shared  # one base in memory for both sides
+    plain = SentenceTransformer(str(tmp_path / "trained"), device="cpu")
+    assert torch.equal(
+        torch.from_numpy(plain.encode_query(DOCUMENTS[:2])),
+        torch.from_numpy(loaded.encode_query(DOCUMENTS[:2])),
+    )
+
+
+def test_a_tower_has_the_fingerprints_of_the_tied_model_that_it_was():
+    tied = tiny_encoder()
+    untied = tiny_encoder()
+    train_query_tower_alone(untied)
+    for kind in ("query", "document"):
+        assert model_fingerprint(untied, kind) == model_fingerprint(tied, kind)
+        assert tokenisation_fingerprint(untied, kind) == tokenisation_fingerprint(tied, kind)
+    tied.prompts["document"] = "passage: "
+    assert tokenisation_fingerprint(untied, "query") == tokenisation_fingerprint(tied, "query")
+    assert tokenisation_fingerprint(untied, "document") != tokenisation_fingerprint(tied, "document")
+
+
+def test_a_store_that_another_model_wrote_is_refused(tmp_path):
+    model = tiny_encoder()
+    store = write_store(tmp_path / "documents", model)
+    queries = write_store(tmp_path / "queries", model, kind="query")
+    bits = write_store(tmp_path / "bits", model, dtype="binary")
+    other_weights = tiny_encoder()
+    with torch.no_grad():
+        next(other_weights.parameters()).add_(1)
+    other_prompt = tiny_encoder(passage_prompt="passage: ")
+    other_similarity = tiny_encoder(similarity="dot")
+    cases = [
+        (other_weights, store, "another model, tiny"),
+        (other_prompt, store, "another prompt"),
+        (other_similarity, store, "compared by cos"),
+        (model, queries, "holds queries"),
+        (model, bits, "is binary"),
+    ]
+    for refused_model, refused_store, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            QuerySideLoss(refused_model, refused_store)
+    (store.folder / "shard-00001" / "embeddings.npy").write_bytes(b"")
+    with pytest.raises(DataError, match="missing or cut off"):
+        QuerySideLoss(model, store.folder)
+
+
+def test_added_documents_stand_behind_those_of_the_store(tmp_path):
+    model = tiny_encoder()
+    documents = StoreDocuments(write_store(tmp_path, model))
+    text = "a text that no document has"
+    assert documents.rows_of(_id(text)) == []
+    documents.add([text], encode_texts(model, [text]))
+    assert documents.rows_of(_id(text)) == [40] and len(documents) == 41
+    blocks = list(documents.blocks(torch.device("cpu")))
+    assert sum(len(block.documents) for block in blocks) == 41
+    taken = documents.take(torch.tensor([40, 3]))
+    expected = torch.from_numpy(encode_texts(model, [text, DOCUMENTS[3]]))
+    assert torch.allclose(taken, expected, atol=1e-6)
+
+
+def _id(text: str) -> int:
+    from contaccum.data.sampling import text_ids
+
+    return int(text_ids([text])[0])
+
+
+def test_a_positive_that_the_store_lacks_is_named(tmp_path):
+    model = tiny_encoder()
+    loss = QuerySideLoss(model, write_store(tmp_path, model))
+    data = Dataset.from_dict({"query": ["the cat"], "positive": ["nowhere to be found"]})
+    collator = QuerySideCollator.of_dataset(model, loss.documents, data)
+    with pytest.raises(DataError, match="lacks the positive 'nowhere"):
+        collator([data[0]])
