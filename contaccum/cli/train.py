@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     if args.process_index == 0:
         print(data.summary())
     set_seed(args.seed)  # before the model: fresh weights are part of the run
-    model = config.load_model(model_args, device=str(args.device))
+    model = config.load_model(model_args, str(args.device), args.method)
     about: Any = {"data_record": data.record(), "mining_data": mining_data}
     about["guide"] = config.load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)

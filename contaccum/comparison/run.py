@@ -119,7 +119,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     model_args, data_args, args = parse(job["options"])
     data = load_data(data_args, args)
     set_seed(args.seed)  # before the model: fresh weights are part of the seed
-    model = load_model(model_args, device=str(args.device))
+    model = load_model(model_args, str(args.device), args.method)
     initial_weights = model_fingerprint(model)
     evaluator = None
     if evaluation["updates"]:

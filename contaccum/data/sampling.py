@@ -153,10 +153,16 @@ class EpochSampling:
         ]
         return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
 
-    def pairs(self) -> Iterator[dict[str, Any]]:
-        """Of each row its query, and its positive before those that it may take instead."""
-        for start in range(0, len(self), 1000):
-            for query, positives, _, _, which in self._read([*range(start, min(start + 1000, len(self)))]):
+    def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield each row's query, and its positive before those that it may take instead.
+
+        Args:
+            numbers: of the rows; None: all.
+        """
+        if numbers is None:
+            numbers = range(len(self))
+        for start in range(0, len(numbers), 1000):
+            for query, positives, _, _, which in self._read([*numbers[start : start + 1000]]):
                 others = positives if self._selection.positives == "draw" else []
                 yield {"query": query, "positive": [positives[which], *others]}
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
+import numpy as np
 from sentence_transformers.sentence_transformer.evaluation import NanoBEIREvaluator, SentenceEvaluator
 from sentence_transformers.util import cos_sim, dot_score
 
@@ -23,6 +25,7 @@ from contaccum.evaluation.metrics import (
     score_run,
     warn_of_ignored_judgements,
 )
+from contaccum.retrieval.documents import StoreDocuments
 
 
 class RetrievalEvaluator(SentenceEvaluator):
@@ -65,20 +68,60 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.similarity = similarity
         self.primary_metric: Any = primary_metric or self.metrics[0]  # the base class says that it is None
         self.about = about or {}
+        # Documents that stand still while a query tower is trained; None where they move.
+        self.documents: StoreDocuments | None = None
+        self._standing_embeddings: np.ndarray | None = None
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1
     ) -> dict[str, float]:
         """{"ndcg@10": ...}, means over the judged queries; nothing is written to ``output_path``."""
-        from contaccum.retrieval.searcher import FaissSearcher
-
-        searcher = FaissSearcher(model, self.batch_size, show_progress_bar=False)
-        cuts = sorted({int(name.partition("@")[2]) for name in self.metrics})
-        run = searcher.search(self.dataset.corpus, self.dataset.queries, cuts[-1], self.similarity)
-        means = {name.lower(): value for name, value in score_run(self.dataset.qrels, run, cuts)[0].items()}
-        scores = {name: means[name] for name in self.metrics}
+        scores = self.score(model)
         self.store_metrics_in_model_card_data(model, scores, epoch, steps)  # type: ignore[arg-type]  # epochs are floats
         return scores
+
+    def score(self, model: Any) -> dict[str, float]:
+        """Return the model's ``metrics``, means over the judged queries."""
+        from contaccum.retrieval.searcher import FaissSearcher
+
+        encode_documents = None if self.documents is None else self._encode_standing_documents
+        searcher = FaissSearcher(model, self.batch_size, show_progress_bar=False, encode_documents=encode_documents)
+        run = searcher.search(self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity)
+        return self._means(run)
+
+    def score_bm25(self) -> dict[str, float] | None:
+        """Return BM25's ``metrics`` on the same data; None if bm25s is not installed."""
+        from contaccum.retrieval.searcher import bm25_run
+
+        if find_spec("bm25s") is None:
+            return None
+        run = bm25_run(self.dataset.corpus, self.dataset.queries, self._cuts[-1])
+        return self._means(run)
+
+    @property
+    def _cuts(self) -> list[int]:
+        return sorted({int(name.partition("@")[2]) for name in self.metrics})
+
+    def _means(self, run: dict[str, dict[str, float]]) -> dict[str, float]:
+        means, _ = score_run(self.dataset.qrels, run, self._cuts)
+        by_name = {name.lower(): value for name, value in means.items()}
+        return {name: by_name[name] for name in self.metrics}
+
+    def _encode_standing_documents(self, model: Any, texts: Sequence[str]) -> np.ndarray:
+        """Return the embeddings of the corpus: those of the store, and once the others'."""
+        from contaccum.retrieval.encode import encode_texts
+
+        if self._standing_embeddings is None:
+            assert self.documents is not None
+            embeddings = np.empty((len(texts), self.documents.dimension), dtype=np.float32)
+            indices, stored = self.documents.embeddings_of(texts)
+            embeddings[indices] = stored
+            others = np.setdiff1d(np.arange(len(texts)), indices)
+            if len(others):
+                other_texts = [texts[index] for index in others]
+                embeddings[others] = encode_texts(model, other_texts, batch_size=self.batch_size)
+            self._standing_embeddings = embeddings
+        return self._standing_embeddings
 
     def describe(self) -> dict[str, Any]:
         """Which data, and how much of it; for records."""

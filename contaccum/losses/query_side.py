@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,8 +202,9 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         """Make the collator of a data set whose first columns are queries and positives."""
         column = next(name for name in dataset.column_names if name not in LABELS)
         prompts = {}
-        if model.prompts.get("query"):
-            prompts[column] = model.prompts["query"]
+        prompt = model.prompts.get("query")
+        if prompt:
+            prompts[column] = prompt
         return cls(
             preprocess_fn=model.preprocess,
             router_mapping={column: "query"},
@@ -246,17 +247,25 @@ def pair_ids(dataset: Any) -> np.ndarray:
     parts = [np.empty((0, 2), dtype=np.int64)]
     if not hasattr(dataset, "__len__"):
         return parts[0]
+    for query, positives in pairs_of_rows(dataset):
+        positive_ids = text_ids(positives)
+        query_ids = np.full_like(positive_ids, text_ids([query])[0])
+        parts.append(np.column_stack([query_ids, positive_ids]))
+    return np.concatenate(parts)
+
+
+def pairs_of_rows(dataset: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield each row's query, and the positives that it may have in any epoch."""
     samplings = samplings_of(dataset)
     if samplings:
-        for pair in samplings[0].pairs():
-            positives = text_ids(pair["positive"])
-            queries = np.full_like(positives, text_ids([pair["query"]])[0])
-            parts.append(np.column_stack([queries, positives]))
-        return np.concatenate(parts)
+        for batch in dataset.with_format(None).iter(1000):
+            for pair in samplings[0].pairs(batch["query"]):  # the numbers of rows
+                yield pair["query"], pair["positive"]
+        return
     for texts in first_texts(dataset):
         queries, positives = list(texts.values())[:2]
-        parts.append(np.column_stack([text_ids(queries), text_ids(positives)]))
-    return np.concatenate(parts)
+        for query, positive in zip(queries, positives, strict=True):
+            yield str(query), [str(positive)]
 
 
 def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:

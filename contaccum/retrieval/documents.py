@@ -6,6 +6,7 @@ A rank may read every n-th block only. Documents that the store lacks can stand 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
+from contaccum.files import fingerprint, redact
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
@@ -46,6 +48,22 @@ class StoreDocuments:
     def __len__(self) -> int:
         return len(self._text_ids)
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash, in hex, of the store and of the documents that were added."""
+        return fingerprint(self.store.fingerprint, self._text_ids[len(self.store) :].tolist())
+
+    def describe(self) -> dict[str, Any]:
+        """Return which documents these are, for records."""
+        return {
+            "store": redact(str(self.store.folder)),
+            "fingerprint": self.fingerprint,
+            "documents": len(self),
+            "added": len(self._added),
+            "dtype": self.store.dtype,
+            "similarity": self.similarity,
+        }
+
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
         """Put documents, with embeddings float32 (k, d), behind those of the store."""
         self._added = np.concatenate([self._added, embeddings])
@@ -76,15 +94,20 @@ class StoreDocuments:
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on their device."""
-        numbers = rows.cpu().numpy()
-        embeddings = np.empty((len(numbers), self.dimension), dtype=np.float32)
-        is_added = numbers >= len(self.store)
-        embeddings[~is_added] = self.store[numbers[~is_added]]
-        embeddings[is_added] = self._added[numbers[is_added] - len(self.store)]
-        taken = torch.from_numpy(embeddings)
+        taken = torch.from_numpy(self._read_rows(rows.cpu().numpy()))
         if self.similarity == "cos":
             taken = torch.nn.functional.normalize(taken, dim=-1)
         return taken.to(rows.device)
+
+    def embeddings_of(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return stored embeddings of texts, as they are.
+
+        Returns:
+            Indices, int64 (f,), of the texts that are documents, and their embeddings, (f, d).
+        """
+        indices, rows = self.rows_of_all(text_ids(texts))
+        indices, first = np.unique(indices, return_index=True)  # of copies the first
+        return indices, self._read_rows(rows[first])
 
     def blocks(self, device: torch.device, part: int = 0, num_parts: int = 1) -> Iterator[DocumentBlock]:
         """Yield blocks of documents on a device: every ``num_parts``-th, from the ``part``-th on.
@@ -111,6 +134,13 @@ class StoreDocuments:
                 block_scales = scales[first : first + len(embeddings)].to(device)
             documents = torch.from_numpy(embeddings).to(device, non_blocking=True)
             yield DocumentBlock(first, documents, block_scales)
+
+    def _read_rows(self, rows: np.ndarray) -> np.ndarray:
+        embeddings = np.empty((len(rows), self.dimension), dtype=np.float32)
+        is_added = rows >= len(self.store)
+        embeddings[~is_added] = self.store[rows[~is_added]]
+        embeddings[is_added] = self._added[rows[is_added] - len(self.store)]
+        return embeddings
 
     def _arrays(self) -> Iterator[tuple[int, np.ndarray]]:
         yield from self.store.blocks(ROWS_PER_BLOCK)

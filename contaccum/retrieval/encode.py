@@ -174,7 +174,7 @@ def tokenisation_fingerprint(model: Any, kind: Kind | None = None) -> str | None
         if isinstance(module, (SentenceTransformer, Router)):
             continue  # their modules count, and a tied model's are those of each tower
         if hasattr(module, "get_config_dict"):
-            config = module.get_config_dict()
+            config: dict[str, Any] = module.get_config_dict()  # type: ignore[operator]  # a method
             lengths = {name: config.pop(name, None) for name in _LENGTHS}
             max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
             fingerprint.add(type(module).__name__, config, str(max_length))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ class FaissSearcher:
         model: a SentenceTransformer, which stays on the device it is on.
         index, index_parameters: see `build_index`; "Flat" is exact and equals BEIR's DenseRetrievalExactSearch.
         batch_size, precision: see `encode_texts`.
+        encode_documents: embeds the texts of documents with the model, (n, d); None: `encode_texts`.
 
     Attributes:
         timing: of the last search, seconds per stage.
@@ -42,9 +43,11 @@ class FaissSearcher:
         index_parameters: str | None = None,
         precision: str = "float32",
         show_progress_bar: bool = True,
+        encode_documents: Callable[[Any, Sequence[str]], np.ndarray] | None = None,
     ) -> None:
         self.model, self.index, self.index_parameters = model, index, index_parameters
         self.encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress_bar}
+        self.encode_documents = encode_documents
         self.timing: dict[str, float] = {}
         self.found: dict[str, Any] = {}
         self.embeddings: tuple[np.ndarray, np.ndarray] | None = None
@@ -72,7 +75,9 @@ class FaissSearcher:
         self.timing = {}
         passages = [passage_text(document.get("title") or "", document["text"]) for document in corpus.values()]
         asked = self._timed("encode_queries", encode_texts, self.model, [*queries.values()], "query", **self.encoding)
-        documents = self._timed("encode_corpus", encode_texts, self.model, passages, "document", **self.encoding)
+        settings: Any = self.encoding
+        encode = self.encode_documents or partial(encode_texts, kind="document", **settings)
+        documents = self._timed("encode_corpus", encode, self.model, passages)
         self.embeddings = asked, documents
         settings = (self.index, metric, list(corpus), self.index_parameters)
         index = self._timed("index", build_index, documents, *settings)
@@ -93,6 +98,19 @@ class FaissSearcher:
         result = function(*args, **kwargs)
         self.timing[f"{stage}_seconds"] = time.perf_counter() - started
         return result
+
+
+def bm25_run(corpus: Mapping[str, Mapping[str, str]], queries: Mapping[str, str], top_k: int) -> Run:
+    """Return the ``top_k`` best documents of every query by BM25; raises as `bm25_scores` does."""
+    names = list(corpus)
+    passages = [passage_text(document.get("title") or "", document["text"]) for document in corpus.values()]
+    run: Run = {}
+    for query, scores in zip(queries, bm25_scores(passages, list(queries.values())), strict=True):
+        best = np.argsort(-scores, kind="stable")[: top_k + 1]
+        hits = {names[row]: float(scores[row]) for row in best if scores[row] > 0}
+        hits.pop(query, None)  # as BEIR drops a document with the query's id
+        run[query] = dict(list(hits.items())[:top_k])
+    return run
 
 
 def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = False) -> Iterator[np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.bank.settings import LossSettings
+from contaccum.bank.settings import LossOptions, LossSettings
 from contaccum.errors import ConfigError, check_choice
 from contaccum.files import redact
 from contaccum.losses.distillation import Distillation
@@ -48,10 +48,19 @@ OF_A_BANK = (
     "drift_compensation",
 )
 """Settings of the loss that mean nothing without a bank; the others are every method's."""
+NOT_OF_QUERY_SIDE = (
+    *(setting.name for setting in fields(LossOptions)),
+    "gather_across_devices",
+    "matryoshka_dims",
+    "distill",
+    "refresh_negatives_every",
+)
+"""Settings that query-side training has no use for."""
 OVERWRITES_EACH_START = (
     "overwrite_output_dir=true with resume_from_checkpoint=auto: every start would remove what the "
     "one before it has trained. Drop overwrite_output_dir, or resume_from_checkpoint"
 )
+QUERY_SIDE_SETTINGS = ("passage_store", "corpus", "missing")
 DISTILL_SETTINGS = ("distill", "distill_weight", "distill_temperature")
 _REFRESH_SETTINGS = (
     "refresh_corpus",
@@ -109,6 +118,7 @@ class ContAccumTrainingArguments(
         self._check_choices()
         self._refuse_sizes()
         self._refuse_combinations()
+        self._refuse_with_query_side()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers takes bf16 for a GPU setting
         super().__post_init__()
@@ -217,6 +227,32 @@ class ContAccumTrainingArguments(
         refuse_alone(self, dict.fromkeys(_REFRESH_SETTINGS, "refresh_negatives_every"))
         refuse_alone(self, dict.fromkeys(DISTILL_SETTINGS[1:], "distill"))
         refuse_alone(self, {"hardness_strength": "hardness_mode"})
+
+    def _refuse_with_query_side(self) -> None:
+        """Refuse settings that query-side training needs or cannot use, and its own without it."""
+        defaults = self.__dataclass_fields__
+        if self.method != "query_side":
+            for name in QUERY_SIDE_SETTINGS:
+                if getattr(self, name) != defaults[name].default:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)} with method={self.method}: it is for "
+                        "query_side. Drop it"
+                    )
+            return
+        if (self.passage_store is None) == (self.corpus is None):
+            raise ConfigError(
+                "method=query_side: set passage_store (made by contaccum encode) or corpus (a file "
+                "to encode), one of them"
+            )
+        for name in NOT_OF_QUERY_SIDE:
+            value = getattr(self, name)
+            if value != _default_of(defaults[name]):
+                raise ConfigError(
+                    f"method=query_side with {name}={value}: it contrasts every query with all "
+                    f"documents of a store, and has no such setting. Drop {name}"
+                )
+        engine = self._requested_engine()
+        refuse({f"method=query_side with {engine}: start it without": engine is not None})
 
     def _requested_engine(self) -> str | None:
         """Return the engine that the arguments or the launcher's environment ask for."""
@@ -329,7 +365,7 @@ class ContAccumTrainingArguments(
 
     @property
     def gathers(self) -> bool:
-        """True if the loss gets the batch of all devices."""
+        """True if a loss with a bank gets the batch of all devices."""
         if self.gather_across_devices is None:
             return self.keeps_bank and self.world_size > 1
         return self.gather_across_devices
@@ -353,6 +389,13 @@ LOSS_SETTINGS = tuple(
     if name in ContAccumTrainingArguments.__dataclass_fields__
 )
 """Arguments that are the loss's own, and are passed on to it by name."""
+
+
+def _default_of(setting: Field[Any]) -> Any:
+    """Return the default of a dataclass's field that has one."""
+    if setting.default_factory is not MISSING:
+        return setting.default_factory()
+    return setting.default
 
 
 def name_of(value: Any) -> str:

@@ -54,6 +54,7 @@ SAME = (
     "multi_dataset_batch_sampler",
     *LOSS_SETTINGS,
     "matryoshka_dims",
+    "missing",
     "metric_for_best_model",
     "refresh_negatives_every",
     "refresh_pool",

@@ -22,6 +22,7 @@ from contaccum.data import TrainingSets, load_training_sets
 from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
+from contaccum.encoders.query_tower import add_query_adapter
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, hint, in_our_names, our_name
@@ -297,8 +298,12 @@ def load_evaluator(
     )
 
 
-def load_model(arguments: ModelArguments, device: str | None = None) -> DualEncoder:
+def load_model(
+    arguments: ModelArguments, device: str | None = None, method: str = "contaccum"
+) -> DualEncoder:
     """Return the encoder to train: a SentenceTransformer as it is, or a backbone with pooling.
+
+    With ``method="query_side"``, an adapter is the query tower's alone.
 
     Raises:
         UserError: for a model that cannot be loaded.
@@ -327,7 +332,10 @@ def load_model(arguments: ModelArguments, device: str | None = None) -> DualEnco
         model, arguments.dropout, arguments.freeze_word_embeddings, arguments.attn_implementation
     )
     if arguments.lora_r is not None:
-        adapters.add_adapter(
+        add_adapter: Any = adapters.add_adapter
+        if method == "query_side":
+            add_adapter = add_query_adapter
+        add_adapter(
             model,
             arguments.lora_r,
             arguments.lora_alpha,

@@ -24,6 +24,8 @@ from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
 from contaccum.losses.guide import Guide
 from contaccum.losses.probe import without_dropout
+from contaccum.losses.query_side import QuerySideLoss
+from contaccum.retrieval.documents import StoreDocuments
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,11 @@ def guide_of(loss: Any) -> Guide | None:
         if bank_loss.guide is not None:
             return bank_loss.guide
     return None
+
+
+def documents_of(loss: Any) -> StoreDocuments | None:
+    """Return the documents of query-side training, None for another loss."""
+    return loss.documents if isinstance(loss, QuerySideLoss) else None
 
 
 def columns_by_set(dataset: Any) -> Columns:
@@ -174,7 +181,12 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
 
 def reads_embeddings_alone(loss: Any) -> bool:
     """Return whether a loss is known to read sentence embeddings and nothing else of the model."""
-    classes = (ContAccumLoss, MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss)
+    classes = (
+        ContAccumLoss,
+        QuerySideLoss,
+        MultipleNegativesRankingLoss,
+        CachedMultipleNegativesRankingLoss,
+    )
     return isinstance(innermost(loss), classes)
 
 
@@ -213,6 +225,8 @@ def smallest_micro_batch(loss: Any, columns: Columns) -> int:
     It is 1 where they come from hard negatives, a bank or the batch of a gradient cache, else 2.
     """
     if uses_gradient_cache(loss) or any(len(names) > 2 for names in columns.values()):
+        return 1
+    if isinstance(loss, QuerySideLoss):
         return 1
     if any(bank_loss.settings.bank_size for bank_loss in bank_losses(loss)):
         return 1

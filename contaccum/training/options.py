@@ -15,7 +15,15 @@ from contaccum.data import DATA_FORMATS, parse_columns, parse_training_sets
 from contaccum.data.sampling import MISSING_NEGATIVES, POSITIVES_USED
 from contaccum.options import option
 
-METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached")
+METHODS = (
+    "in_batch",
+    "grad_accum",
+    "grad_cache",
+    "contaccum",
+    "pre_batch",
+    "contaccum_cached",
+    "query_side",
+)
 DEFAULT_BANK_SIZE = 1024
 MOST_USED = (
     "output_dir",
@@ -147,6 +155,17 @@ class MethodArguments:
     )
     query_bank_size: int | None = option(
         None, "Rows of the query bank: bank_size (default), or 0, which is pre_batch."
+    )
+    passage_store: str | None = option(
+        None, "With query_side: embeddings of the corpus, written by contaccum encode."
+    )
+    corpus: str | None = option(
+        None, "With query_side: a file or BEIR folder to encode into output_dir instead."
+    )
+    missing: str = option(
+        "stop",
+        "Positives that the store lacks: stop, add them, or drop their pairs.",
+        ("stop", "add", "drop"),
     )
     total_train_batch_size: int | None = option(
         None, "Pairs per update, on all devices; the steps follow from it."

@@ -10,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.encoders.adapters import describe
 from contaccum.files import provenance
 from contaccum.losses.guide import Guide
+from contaccum.retrieval.documents import StoreDocuments
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
 from contaccum.training.checkpoint import SAME
 from contaccum.training.train_data import fingerprint_of, num_rows
@@ -27,6 +28,7 @@ class RunFacts:
         train_dataset: the training set, or several by name.
         data_record: facts about the data; without a ``fingerprint``, it is computed when needed.
         evaluator: a RetrievalEvaluator, or any other; None without evaluation.
+        documents: the store of query-side training, if there is one.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class RunFacts:
         train_dataset: Any,
         data_record: Mapping[str, Any],
         evaluator: Any,
+        documents: StoreDocuments | None = None,
     ) -> None:
         self._args = args
         self._user_arguments = user_arguments
@@ -48,6 +51,7 @@ class RunFacts:
         self._train_dataset = train_dataset
         self._data_record = dict(data_record)
         self._evaluator = evaluator
+        self._documents = documents
         self._num_parameters = 0
         self._num_trained_parameters = 0
         for parameter in model.parameters():
@@ -82,6 +86,8 @@ class RunFacts:
             "data": data,
             "model": model,
         }
+        if self._documents is not None:
+            record["documents"] = self._documents.describe()
         if hasattr(self._evaluator, "describe"):
             record["evaluation"] = self._evaluator.describe()
         return {**record, "arguments": self._user_arguments, **provenance()}
@@ -99,6 +105,9 @@ class RunFacts:
         settings["trained parameters"] = self._num_trained_parameters
         settings["engine"] = self._engine
         settings["adapters"] = describe(self._model)
+        settings["documents of the store"] = None
+        if self._documents is not None:
+            settings["documents of the store"] = self._documents.fingerprint
         settings["size of the guide"] = None
         if self._guide is not None:
             settings["size of the guide"] = self._guide.model.get_embedding_dimension()

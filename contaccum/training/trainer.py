@@ -8,7 +8,6 @@ checkpoint, an order of data that resumes, and updates that are skipped whole or
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -27,6 +26,7 @@ from contaccum.data.sampling import samplings_of
 from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.loading import loading
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import rows_in
@@ -44,6 +44,7 @@ from contaccum.training import (
     train_data,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.query_side import QuerySide, warn_of_useless_documents
 from contaccum.training.random_states import RandomStates
 from contaccum.training.refresh import NegativeRefresh
 from contaccum.training.run_facts import RunFacts
@@ -109,6 +110,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         columns = loss_factory.columns_by_set(dataset)
         loss_factory.take_roles(args, model, columns)
         log.describe_in_card(model, args, data_record or {}, has_own_loss=loss is not None)
+        if loss is None and args.method == "query_side":
+            query_side = QuerySide(args, model, train_dataset, eval_dataset)
+            train_dataset = query_side.dataset
+            loss = query_side.loss
+            kwargs.setdefault("data_collator", query_side.collator)
         if loss is None:
             loss = loss_factory.make_loss(model, args, guide)
         loss_factory.check_columns(args, loss, columns)
@@ -125,6 +131,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             engines.refuse_adapters_of_two_towers(model)
         unset_hf_deepspeed_config()  # the arguments unset it, and the accelerator has set it again
         loss_factory.pass_known_positives(self.loss, [train_dataset, eval_dataset])
+        documents = loss_factory.documents_of(self.loss)
+        if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
+            self.evaluator.documents = documents  # which stand still, so they are encoded once
         self.facts = RunFacts(
             self.args,
             user_arguments,
@@ -134,6 +143,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             train_dataset=self.train_dataset,
             data_record=data_record or {},
             evaluator=self.evaluator,
+            documents=documents,
         )
         self._make_updates(loss_factory.smallest_micro_batch(self.loss, columns))
         self._add_callbacks()
@@ -259,9 +269,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             return loss(*self.collect_features(inputs))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        # Private: the only place where a resumed run gets its position in the data. transformers
-        # does not know the length of a stream: it skips all micro-batches of the run in its first
-        # pass over the stream, and then starts it again.
+        # Private: the only place where a resumed run gets its position in the data. Of a stream,
+        # transformers skips all micro-batches of the run in its first pass, and starts it again.
         position = super()._init_training_state(*args, **kwargs)
         if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
             return position
@@ -275,6 +284,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             checkpoint.drop_lost_best(self.state, self.run_id)
             self.updates.limit.rows = self._resume_point.facts["rows_fit"]
             checkpoint.load_states(self._resume_point.folder, self._state_parts())
+        elif loss_factory.documents_of(self.loss) and self.is_world_process_zero():
+            warn_of_useless_documents(self.evaluator, self.model)
         if self.args.should_save:  # the first rank; with save_on_each_node that of each host
             record = self.facts.record(self.run_id, self.state.max_steps)
             # The record comes first: if a kill comes between the two, the old checkpoints belong to
@@ -298,8 +309,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.updates.current.log_entries |= numbers
 
     def _count_pairs(self, inputs: dict[str, Any]) -> int:
-        columns, _ = self.collect_features(inputs)
-        return rows_in(columns[0]) or 0
+        return rows_in(self.collect_features(inputs)[0][0]) or 0
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
@@ -378,20 +388,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def push_to_hub(
         self, commit_message: str | None = "End of training", *_: Any, **kwargs: Any
     ) -> Any:
-        """Upload the model and its card, without other files of ``output_dir``: they contain paths.
-
-        ``token``, ``revision`` and ``private`` replace those of the arguments. Waits for the end,
-        and returns the address of the commit on the first rank.
-        """
-        name = saving.hub_model_id(self.args)
-        self.model.model_card_data.set_model_id(name)
-        options = saving.hub_options(self.args, kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_model(folder, _internal_call=True)
-            if not self.is_world_process_zero():
-                return None
-            options |= {"commit_message": commit_message, "local_model_path": folder}
-            return self.model.push_to_hub(name, exist_ok=True, **options)
+        """Upload the model and its card; see `saving.upload_model`."""
+        save = partial(self.save_model, _internal_call=True)
+        is_writer = self.is_world_process_zero()
+        return saving.upload_model(self.model, self.args, save, is_writer, commit_message, kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Private: the only place between writing a checkpoint and removing older ones.

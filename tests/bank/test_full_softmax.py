@@ -59,7 +59,7 @@ def test_loss_and_gradient_equal_the_dense_softmax_to_1e_12(block_size):
 
 
 def test_scales_stand_for_documents_times_these():
-    queries, documents, positive_rows, excluded, padded = make_case(50, 8, 4)
+    queries, documents, positive_rows, _, padded = make_case(50, 8, 4)
     scales = torch.rand(50, dtype=torch.float64) + 0.5
     scaled = documents * scales[:, None]
     losses = []
