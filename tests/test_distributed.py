@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
+from contaccum.bank.full_softmax import DocumentBlock, full_softmax_loss
 from contaccum.bank.settings import DIRECTIONS
 
 D = 6
@@ -96,8 +97,54 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     results: dict[Any, Any] = {case: run_steps(case, [rank], gather_across_devices=True) for case in CASES}
     results["refusals"] = refusals(rank)
+    results["full softmax"] = softmax_over_documents([rank])
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+DOCUMENTS_PER_BLOCK = 7
+
+
+def softmax_over_documents(ranks: list[int]) -> dict[str, Any]:
+    """Loss and gradients of a linear query tower over 50 documents, of which each rank reads a part."""
+    generator = torch.Generator().manual_seed(3)
+    documents = torch.randn(50, D, generator=generator, dtype=torch.float64)
+    towers = Towers()
+    towers.passage.requires_grad_(False)  # DDP would wait for its gradient
+    model: Any = DistributedDataParallel(towers) if dist.is_initialized() else towers
+    sizes = [4, 0, 3]
+    widths = [1, 2, 3]  # of the lists of known positives, which differ from rank to rank
+    queries = []
+    positive_rows = []
+    excluded_rows = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(10 + rank)
+        queries.append(torch.randn(sizes[rank], D, generator=generator, dtype=torch.float64))
+        positive_rows.append(torch.arange(sizes[rank]) + 5 * rank)
+        excluded = torch.full((sizes[rank], 3), -1)
+        shape = (sizes[rank], widths[rank])
+        excluded[:, : widths[rank]] = torch.randint(20, 50, shape, generator=generator)
+        excluded_rows.append(excluded[:, : widths[rank]] if len(ranks) == 1 else excluded)
+    blocks = []
+    for number, first in enumerate(range(0, 50, DOCUMENTS_PER_BLOCK)):
+        if len(ranks) > 1 or number % WORLD == ranks[0]:
+            blocks.append(DocumentBlock(first, documents[first : first + DOCUMENTS_PER_BLOCK]))
+    embeddings, _ = model([torch.cat(queries), torch.zeros(0, D, dtype=torch.float64)])
+    positives = documents[torch.cat(positive_rows)]
+    excluded = torch.cat(excluded_rows)
+    is_partitioned = dist.is_initialized()
+    loss = full_softmax_loss(embeddings, positives, excluded, blocks, 0.5, is_partitioned)
+    loss.backward()
+    return {"loss": loss.item(), "gradient": towers.query.grad}
+
+
+@pytest.mark.slow
+def test_ranks_with_parts_of_the_documents_equal_one_process_with_all(ranks):
+    alone = softmax_over_documents(list(range(WORLD)))
+    for result in (rank["full softmax"] for rank in ranks):
+        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-10)
+        assert (result["gradient"] - alone["gradient"]).abs().max() < 1e-10
+    assert alone["gradient"].abs().max() > 1e-3
 
 
 def refusals(rank: int) -> dict[str, str]:
