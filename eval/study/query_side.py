@@ -29,7 +29,7 @@ from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
 from contaccum.data.beir import BeirDataset
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import provenance, redact, write_json
+from contaccum.files import provenance, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
@@ -185,13 +185,19 @@ def run_cell(
             "seconds_of_training": round(time.perf_counter() - started, 1),
             "median_seconds_per_update": statistics.median(line["seconds"] for line in log),
             "peak_memory_mb": max(line["peak_memory_mb"] for line in log),
-            "settings": redact({key: str(value) for key, value in settings.items()}),
-            "documents": run_record.get("documents"),
+            "settings": {key: without_folders(value) for key, value in settings.items()},
+            "documents": run_record.get("documents", {}).get("documents"),
             "data_fingerprint": run_record["data"]["fingerprint"],
             **provenance(),
         },
     )
     print(f"{result_file.stem}: dev {scores['dev']:.3f}, test {scores['test']:.3f}", flush=True)
+
+
+def without_folders(value: Any) -> str:
+    """Return a setting as text; of a path the last part, as the rest is this machine's."""
+    text = str(value)
+    return Path(text).name if isinstance(value, Path) or Path(text).is_absolute() else text
 
 
 def score_base(args: argparse.Namespace, haystack: dict[str, BeirDataset], whole: Path) -> None:
