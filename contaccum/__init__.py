@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from contaccum.encoders.dual_encoder import DualEncoder as DualEncoder
     from contaccum.losses.contaccum import CachedContAccumLoss as CachedContAccumLoss
     from contaccum.losses.contaccum import ContAccumLoss as ContAccumLoss
+    from contaccum.losses.query_side import QuerySideCollator as QuerySideCollator
+    from contaccum.losses.query_side import QuerySideLoss as QuerySideLoss
     from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
     from contaccum.training.trainer import ContAccumTrainer as ContAccumTrainer
 
@@ -24,6 +26,8 @@ _HOMES = {
     "BankedInfoNCE": "contaccum.bank.info_nce",
     "ContAccumLoss": "contaccum.losses.contaccum",
     "CachedContAccumLoss": "contaccum.losses.contaccum",
+    "QuerySideLoss": "contaccum.losses.query_side",
+    "QuerySideCollator": "contaccum.losses.query_side",
     "DualEncoder": "contaccum.encoders.dual_encoder",
     "ContAccumTrainer": "contaccum.training.trainer",
     "ContAccumTrainingArguments": "contaccum.training.arguments",

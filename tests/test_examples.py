@@ -17,6 +17,7 @@ from tiny_models import word_tokenizer
 from transformers import AutoModel, Qwen3Config
 
 from contaccum.data import read_records
+from contaccum.retrieval.store import EmbeddingStore
 
 FOLDER = Path(__file__).parents[1] / "examples"
 
@@ -55,6 +56,16 @@ def test_hard_negatives_are_mined_once_and_trained_on(run_example, tiny_model_pa
     assert not any(set(record.negatives) & set(positives[record.query]) for record in mined)
     assert "'negative_1'" in capsys.readouterr().out
     run_example("hard_negatives")  # a second time, from what was mined
+
+
+def test_query_side_leaves_the_documents_and_saves_their_index(run_example, tiny_model_path, tmp_path):
+    folder = write_judged_places(tmp_path / "judged", train=True)
+    model = run_example("query_side", data=folder)
+    base = SentenceTransformer(tiny_model_path, device="cpu")
+    text = ["one cat sits on the tree"]
+    assert (model.encode_document(text) == base.encode_document(text)).all()
+    assert (model.encode_query(text) != base.encode_query(text)).any()
+    assert EmbeddingStore.open(tmp_path / "out" / "passage_store").shape == (24, 32)
 
 
 def test_decoder_lora_leaves_a_plain_model_with_last_token_pooling(run_example, tmp_path):
