@@ -13,7 +13,6 @@ from pathlib import Path
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_training_data
-from contaccum.data.beir import is_beir_folder
 
 
 def main() -> None:
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=24, help="updates of 128 pairs")
     options = parser.parse_args()
     corpus = options.corpus
-    if corpus is None and is_beir_folder(options.data):
+    if corpus is None and options.data.is_dir():
         corpus = options.data
     if corpus is None:
         parser.error("--corpus: name the documents to search in")

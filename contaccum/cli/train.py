@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def run(argv: Sequence[str]) -> int:
     """Train as ``[CONFIG.yaml ...] [--key value ...]`` says and save the model into ``output_dir``."""
     if {"-h", "--help"} & {*argv} or "_ARGCOMPLETE" in os.environ:
         options_parser("all" in argv).parse(["--help"])
+    with _shown_messages():
+        return _train(argv)
+
+
+def _train(argv: Sequence[str]) -> int:
     from tqdm.contrib.logging import logging_redirect_tqdm
     from transformers import set_seed
 
@@ -66,7 +72,9 @@ def run(argv: Sequence[str]) -> int:
     about: Any = {"data_record": data.record(), "mining_data": mining_data}
     about["guide"] = config.load_guide(model_args, device=str(args.device))
     trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
-    with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):  # above the bar, not in it
+    # Messages stand above the progress bar, not in it.
+    loggers = [logging.getLogger(name) for name in (None, "transformers")]
+    with logging_redirect_tqdm(loggers):
         trainer.train(args.resume_from_checkpoint)
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
@@ -74,3 +82,19 @@ def run(argv: Sequence[str]) -> int:
             config.merge_saved(output_dir, model_args)
         print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
     return 0
+
+
+@contextmanager
+def _shown_messages() -> Iterator[None]:
+    """Show what the library reports of a run on the standard error, a plain line each."""
+    root = logging.getLogger()
+    logger = logging.getLogger("contaccum")
+    level = logger.level
+    handler = logging.StreamHandler()
+    root.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        logger.setLevel(level)

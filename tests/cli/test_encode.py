@@ -63,9 +63,9 @@ def test_passages_are_encoded_as_documents_and_the_record_says_how(whole, model)
     assert store.ids(range(45)) == [p.id for p in PASSAGES]
     np.testing.assert_allclose(store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5)
     about = store.about
-    assert about["model"] == model_fingerprint(model)
+    assert about["model"] == model_fingerprint(model, "document")
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
-    assert about["tokenisation"] == tokenisation_fingerprint(model)
+    assert about["tokenisation"] == tokenisation_fingerprint(model, "document")
     assert (about["similarity"], about["kind"], about["precision"]) == ("dot", "document", "float32")
     assert about["versions"]["torch"]
 
