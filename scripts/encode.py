@@ -13,13 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from contaccum import DualEncoder
-from contaccum.data import RecordReport
 from contaccum.errors import UserError
-from contaccum.retrieval.encode import encode_texts, encoding_identity, read_texts
-from contaccum.retrieval.store import STORED, EmbeddingStore, StoreWriter, check_folder
+from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.store import STORED, EmbeddingStore, check_folder
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,23 +40,23 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Encode the texts of a corpus that the store lacks."""
     args = parse_arguments()
-    report = RecordReport("stop")
-    texts = read_texts(args.corpus, args.kind, report)
     check_folder(args.output)  # before a model is loaded
-
     model = DualEncoder.from_pretrained(args.model, device=args.device)
     # A store is continued only with the same model, tokenisation and settings.
-    identity = encoding_identity(model, args.kind, args.precision, args.dtype, args.shard_size)
-    notes = {"model_name": args.model, "corpus": {"path": str(args.corpus)}}
-    writer = StoreWriter(args.output, identity, notes)
-
-    def encode(shard: list[str]) -> np.ndarray:
-        return encode_texts(model, shard, args.kind, args.batch_size, args.precision, True)
-
-    writer.fill(texts, encode)
-    store = EmbeddingStore.open(args.output)
-    num_rows, dimension = store.shape
-    print(report.summary())
+    encoder = CorpusEncoder(
+        model,
+        args.model,
+        args.corpus,
+        args.output,
+        kind=args.kind,
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        precision=args.precision,
+        shard_size=args.shard_size,
+    )
+    encoded = encoder.encode()
+    num_rows, dimension = EmbeddingStore.open(args.output).shape
+    print(encoded.report.summary())
     print(f"written: {args.output}, {num_rows:,} embeddings of {dimension} dimensions")
 
 
