@@ -33,12 +33,10 @@ def run(argv: Sequence[str]) -> int:
     import torch
     from accelerate import PartialState
 
-    from contaccum.data import RecordReport
-    from contaccum.retrieval.corpus import CorpusEncoder
-    from contaccum.retrieval.encode import read_texts
+    from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 
     # What cannot be read or written is refused before a model is loaded.
-    next(read_texts(args.corpus, args.kind, RecordReport(args.on_bad_record)), None)
+    require_texts(args.corpus, args.kind, args.on_bad_record)
     check_folder(args.output)
     # Unless it is set, accelerate takes each process of a machine without an accelerator for the only one.
     state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
@@ -58,12 +56,13 @@ def run(argv: Sequence[str]) -> int:
             precision=args.precision,
             shard_size=args.shard_size,
             overwrite=args.overwrite and rank == 0,
+            on_bad_record=args.on_bad_record,
         )
     state.destroy_process_group()  # a rank may take hours longer than another, and no collective waits so long
 
     started = time.perf_counter()
     show_progress = not args.no_progress and rank == 0
-    encoded = encoder.encode(args.on_bad_record, rank, ranks, show_progress)
+    encoded = encoder.encode(rank, ranks, show_progress)
     rate = encoded.num_encoded / (time.perf_counter() - started)
     if rank == 0:
         print(encoded.report.summary())

@@ -54,11 +54,13 @@ def _train(argv: Sequence[str]) -> int:
 
     from contaccum.training import checkpoint, config
     from contaccum.training.log import RUN_RECORD
+    from contaccum.training.query_side import require_sources
     from contaccum.training.trainer import ContAccumTrainer
 
     model_args, data_args, args = config.parse(argv)
     output_dir = str(args.output_dir)
     checkpoint.require_free_folder(args)
+    require_sources(args)
     if args.process_index == 0:
         require_writable(Path(output_dir) / RUN_RECORD)
     with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache

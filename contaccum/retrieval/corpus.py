@@ -25,6 +25,11 @@ class EncodedCorpus(NamedTuple):
     is_finished: bool
 
 
+def require_texts(corpus: Path, kind: Kind, on_bad_record: Any = "stop") -> None:
+    """Raise `DataError` for a corpus whose first text cannot be read."""
+    next(read_texts(corpus, kind, RecordReport(on_bad_record)), None)
+
+
 class CorpusEncoder:
     """Encodes texts of a corpus with a model, into the store that lies in a folder.
 
@@ -40,8 +45,10 @@ class CorpusEncoder:
         batch_size, precision: see `encode_texts`.
         shard_size: rows of a shard, which a killed process loses at most.
         overwrite: remove a store that lies there.
+        on_bad_record: ``"stop"`` or ``"skip"``, at a record that cannot be used.
 
     Raises:
+        DataError: for a corpus that cannot be read.
         UserError: for a folder with another store or something else in it.
     """
 
@@ -57,30 +64,27 @@ class CorpusEncoder:
         precision: str = "float32",
         shard_size: int = ROWS_PER_SHARD,
         overwrite: bool = False,
+        on_bad_record: Any = "stop",
     ) -> None:
         check_bits(dtype, model.get_embedding_dimension())
         self.model = model
         self.corpus = corpus
         self.kind: Kind = kind
+        self.on_bad_record = on_bad_record
         self.batch_size = batch_size
         self.precision = precision
+        require_texts(corpus, kind, on_bad_record)  # before anything is written
         identity = encoding_identity(model, kind, precision, dtype, shard_size)
         notes = {"model_name": redact(model_name), "corpus": {"path": redact(str(corpus))}}
         self.writer = StoreWriter(folder, identity, notes, overwrite)
 
-    def encode(
-        self,
-        on_bad_record: Any = "stop",
-        rank: int = 0,
-        ranks: int = 1,
-        show_progress: bool = True,
-    ) -> EncodedCorpus:
+    def encode(self, rank: int = 0, ranks: int = 1, show_progress: bool = True) -> EncodedCorpus:
         """Encode the shards that are missing, of several ranks every ``ranks``-th.
 
         Raises:
             DataError: for a corpus that cannot be read, or another than the store's.
         """
-        report = RecordReport(on_bad_record)
+        report = RecordReport(self.on_bad_record)
         num_encoded = 0
 
         def encode(texts: Sequence[str]) -> np.ndarray:

@@ -26,7 +26,7 @@ from contaccum.losses.query_side import (
     known_positives,
     pairs_of_rows,
 )
-from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
@@ -97,6 +97,18 @@ class QuerySide:
                 f"query side: every query is contrasted with all {len(self.documents):,} "
                 f"documents of {store.folder}, those that only dev or test queries need too"
             )
+
+
+def require_sources(args: ContAccumTrainingArguments) -> None:
+    """Refuse a store or a corpus that cannot be read, before a model is loaded.
+
+    Raises:
+        DataError: for a store that is not whole, or a corpus that cannot be read.
+    """
+    if args.passage_store is not None:
+        EmbeddingStore.open(args.passage_store)
+    if args.corpus is not None:
+        require_texts(Path(args.corpus), "document")
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:

@@ -81,7 +81,7 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
         assert line["drift_residual_passage"] > 0 and line["bank_mass_aged"] > 0
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "query_side"])  # test_query_side.py
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "query_side"])  # test_query_side_runs.py
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_high(method, tied, tmp_path):
     k = 1 if method == "in_batch" else 3

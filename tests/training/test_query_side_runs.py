@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_a_base_far_below_bm25_gets_a_warning(root, tmp_path, caplog, monkeypatc
     assert run_train(root, tmp_path / "run", passage_store=root / "store", **settings) == 0
     [warning] = [x.message for x in caplog.records if "teach a query tower" in x.message]
     assert "BM25 1.000" in warning or "BM25 0.9" in warning
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"passage_store": "nowhere"}, "nowhere: not a store of embeddings"),
+        ({"corpus": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"passage_store": "{root}/cut"}, "missing or cut off"),
+        ({"passage_store": "{root}/store", "similarity": "dot"}, "is compared by cos: drop"),
+    ],
+)
+def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(root, tmp_path, settings, message, capsys):
+    if not (root / "cut").exists():
+        shutil.copytree(root / "store", root / "cut")
+        (root / "cut/shard-00000/texts.npy").write_bytes(b"")
+    settings = {key: value.format(root=root) for key, value in settings.items()}
+    assert run_train(root, tmp_path / "run", **settings) == 2
+    errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("contaccum: error")]
+    assert len(errors) == 1 and message in errors[0]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
