@@ -72,11 +72,7 @@ class QuerySide:
         eval_dataset: Any = None,
     ) -> None:
         store = _open_store(args, model)
-        if args.similarity not in (None, store.similarity):
-            raise ConfigError(
-                f"similarity={args.similarity}, but {store.folder} is compared by "
-                f"{store.similarity}: drop similarity"
-            )
+        _check_similarity(args, store)
         self.documents = StoreDocuments(store)
         self.dataset = _settle_missing(self.documents, model, train_dataset, args.missing)
         temperature = args.temperature
@@ -103,12 +99,21 @@ def require_sources(args: ContAccumTrainingArguments) -> None:
     """Refuse a store or a corpus that cannot be read, before a model is loaded.
 
     Raises:
+        ConfigError: for a store that is compared by another similarity than the arguments name.
         DataError: for a store that is not whole, or a corpus that cannot be read.
     """
     if args.passage_store is not None:
-        EmbeddingStore.open(args.passage_store)
+        _check_similarity(args, EmbeddingStore.open(args.passage_store))
     if args.corpus is not None:
         require_texts(Path(args.corpus), "document")
+
+
+def _check_similarity(args: ContAccumTrainingArguments, store: EmbeddingStore) -> None:
+    if args.similarity not in (None, store.similarity):
+        raise ConfigError(
+            f"similarity={args.similarity}, but {store.folder} is compared by "
+            f"{store.similarity}: drop similarity"
+        )
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:
