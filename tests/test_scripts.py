@@ -28,12 +28,19 @@ def test_split_pairs_holds_out_passages_and_loses_none(tmp_path, capsys):
     queries, passages = sentences(60, 1), sentences(30, 2, 9)
     pairs = [{"query": query, "positive": passages[i % 30]} for i, query in enumerate(queries)]
     source = write_lines(tmp_path / "pairs.jsonl", pairs)
-    run_program("eval/study/split_pairs.py", source, tmp_path / "out", "--dev", "0.2", "--test", "0.2")
+    whole = tmp_path / "whole"
+    shares = ["--dev", "0.2", "--test", "0.2", "--whole_corpus", whole]
+    run_program("eval/study/split_pairs.py", source, tmp_path / "out", *shares)
     trained = load_training_data(tmp_path / "out" / "train.jsonl").dataset["positive"]
     parts = [load_beir_folder(tmp_path / "out" / part) for part in ("dev", "test")]
     held_out = [document["text"] for part in parts for document in part.corpus.values()]
     assert len(set(trained)) + len(held_out) == 30 and not set(trained) & set(held_out)
     assert held_out and set(trained) | set(held_out) == set(passages)
+    for part, of_part in zip(("dev", "test"), parts, strict=True):
+        same = load_beir_folder(whole, part)
+        assert {document["text"] for document in same.corpus.values()} == set(passages)
+        assert set(same.queries.values()) == set(of_part.queries.values())
+    assert sorted(load_training_data(whole).dataset["positive"]) == sorted(trained)
     with pytest.raises(SystemExit) as stopped:
         run_program("eval/study/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
     assert stopped.value.code == 2

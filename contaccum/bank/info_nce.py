@@ -211,7 +211,8 @@ class BankedInfoNCE(BankedModule):
                 ``queries``.
             negatives: (n, h, d), the hard negatives of each query.
             query_ids, passage_ids, negative_ids: int64 (n,), (n,), (n, h). Equal ids mean the same
-                text. With a last dimension of two, a text has two ids, and either may be equal.
+                text; the two smallest integers are reserved. With a last dimension of two, a text
+                has two ids, and either may be equal.
             guide: embeddings of the same texts by a guide, (n, g), (n, g), (n, h, g); with every
                 micro-batch or with none.
 

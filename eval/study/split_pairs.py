@@ -16,7 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from contaccum.data import load_training_data
+from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.beir import is_beir_folder
 from contaccum.errors import DataError, UserError
 from contaccum.files import atomic_folder
@@ -56,6 +56,47 @@ def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, 
         held_out = {name: _write_beir(parts[name], folder / name) for name in ("dev", "test")}
     left_out = pairs_before - len(parts["train"]) - len(parts["test"])
     return {"train": len(parts["train"]), **held_out, "left_out": left_out}
+
+
+def write_whole_corpus(split: str, output: str) -> None:
+    """Write the parts of a split as one BEIR folder, in which all passages are one corpus.
+
+    Args:
+        split: the folder that `split_pairs` wrote.
+        output: a new folder, with the splits train, dev and test.
+    """
+    source = Path(split)
+    documents: dict[str, str] = {}
+    queries: dict[str, str] = {}
+    with atomic_folder(output) as folder:
+        (folder / "qrels").mkdir()
+        for part in ("train", "dev", "test"):
+            lines = ["query-id\tcorpus-id\tscore"]
+            for query, passage in _pairs_of_part(source, part):
+                document = hashlib.sha256(passage.encode()).hexdigest()[:16]
+                documents[document] = passage
+                name = queries.setdefault(query, f"q{len(queries)}")
+                lines.append(f"{name}\t{document}\t1")
+            (folder / "qrels" / f"{part}.tsv").write_text("\n".join([*lines, ""]), encoding="utf-8")
+        corpus = [{"_id": name, "title": "", "text": text} for name, text in documents.items()]
+        asked = [{"_id": name, "text": text} for text, name in queries.items()]
+        for name, records in (("corpus.jsonl", corpus), ("queries.jsonl", asked)):
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def _pairs_of_part(source: Path, part: str) -> list[tuple[str, str]]:
+    """Return the queries and passages of a part that `split_pairs` wrote."""
+    if part == "train":
+        lines = (source / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        return [(record["query"], record["positive"]) for record in records]
+    dataset = load_beir_folder(source / part, "test")
+    pairs = []
+    for query, judged in dataset.qrels.items():
+        for document in judged:
+            pairs.append((dataset.queries[query], dataset.corpus[document]["text"]))
+    return pairs
 
 
 def split_judgements(source: str, output: str, dev: float) -> dict[str, int]:
@@ -103,6 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("pairs", help="pairs in any format that `contaccum train` reads")
     parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders; or a BEIR folder")
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
+    parser.add_argument("--whole_corpus", metavar="FOLDER", help="the same as one BEIR folder, over all passages")
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
     options = parser.parse_args()
     try:
@@ -112,6 +154,8 @@ if __name__ == "__main__":
             split = split_judgements(options.pairs, options.output, options.dev)
         else:
             split = split_pairs(options.pairs, options.output, options.dev, options.test)
+            if options.whole_corpus:
+                write_whole_corpus(options.output, options.whole_corpus)
         print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items()))
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)
