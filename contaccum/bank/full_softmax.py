@@ -1,15 +1,16 @@
 """Cross-entropy of queries over all documents of an index that stands still.
 
-Row i has its positive i+ and every document j as a column, with the similarity s and the
-temperature tau:
+With the similarity s and the temperature tau, query i and its positive i+ have the loss
 
-    loss = mean_i ( logsumexp_j s(i, j)/tau - s(i, i+)/tau )
+    l_i = logsumexp_j s(i, j)/tau - s(i, i+)/tau
 
-Documents come in blocks, and each block is read once: the log-sums and the softmax-weighted sums of
-documents, which are the gradient of the queries, grow together. So memory is n x block, whatever
-the number of documents. Documents have no gradient.
+over all documents j, its positive among them, but for those that are excluded for this query.
 
-Letters in shapes: n queries, c documents, b documents in a block, p known positives per query at
+Documents come in blocks, and each block is read once: the log-sums grow together with the
+softmax-weighted sums of documents, from which the gradient follows, (weighted mean - positive) /
+(tau n). So memory is n x block, whatever the number of documents. Documents have no gradient.
+
+Letters in shapes: n queries, c documents, b documents in a block, p excluded documents per query at
 most, d the embedding size.
 
 Source: the running maximum is that of Milakov and Gimelshein, 2018 (arXiv 1805.02867).
@@ -28,15 +29,15 @@ from contaccum.bank.precomputed_gradient import PrecomputedGradient
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 NO_ROW = -1
-"""Fills up a query's list of known positives; no document has this row number."""
+"""Fills up a query's list of documents; no document has this number."""
 
 
 class DocumentBlock(NamedTuple):
     """Consecutive documents of an index."""
 
-    first_row: int  # the number of the first one
+    first: int  # the number of the first one in the index
     documents: Tensor  # (b, d)
-    scales: Tensor | None = None  # (b,), documents count times these: 1 / length with cosine
+    scales: Tensor | None = None  # (b,), factor of each: 1 / its length with cosine; None: 1
 
 
 class SoftmaxSums(NamedTuple):
@@ -60,7 +61,7 @@ class SoftmaxSums(NamedTuple):
 def full_softmax_loss(
     queries: Tensor,
     positives: Tensor,
-    excluded_rows: Tensor,
+    excluded: Tensor,
     blocks: Iterable[DocumentBlock],
     temperature: float,
     is_partitioned: bool = False,
@@ -69,32 +70,34 @@ def full_softmax_loss(
 
     Args:
         queries: (n, d).
-        positives: (n, d), the document of each query that is its positive in this row.
-        excluded_rows: int64 (n, p), rows of documents that are no negatives of a query: its other
-            positives, and copies of its positive. Filled up with `NO_ROW`.
-        blocks: the documents; each query's positive is among them.
-        is_partitioned: each rank of ``torch.distributed`` has a part of the documents in its
-            ``blocks``, and queries of its own, of which n may differ. Every rank returns the mean
-            over the queries of all. Gradients are multiplied by the number of ranks, for a
-            reduction that averages, as DDP's.
+        positives: (n, d), the embedding of each query's positive, times its scale.
+        excluded: int64 (n, p), numbers of documents that are no negatives of a query: its other
+            positives, and copies of its positive, but never the positive itself. Filled up with
+            `NO_ROW`.
+        blocks: the documents, at least one over all ranks; each query's positive is among them.
+        temperature: tau > 0.
+        is_partitioned: each rank of ``torch.distributed`` has its own part of the documents in
+            ``blocks`` and its own queries, whose n may differ. Every rank returns the mean over the
+            queries of all ranks. Gradients are multiplied by the number of ranks, because DDP
+            averages them.
     """
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
         dtype = torch.promote_types(queries.dtype, torch.float32)
-        rows = queries.to(dtype)
-        positives = positives.to(rows)
-        local_rows = slice(None)
+        all_queries = queries.to(dtype)
+        positives = positives.to(all_queries)
+        own_queries = slice(None)
         if is_partitioned:
-            excluded_rows = _pad_to_widest(excluded_rows)
-            gathered, local_rows = gather_rows([rows, positives, excluded_rows])
-            rows, positives, excluded_rows = gathered
-        sums = sum_over_documents(rows, excluded_rows, blocks, temperature)
+            excluded = _pad_to_widest(excluded)
+            gathered, own_queries = gather_rows([all_queries, positives, excluded])
+            all_queries, positives, excluded = gathered
+        sums = sum_over_documents(all_queries, excluded, blocks, temperature)
         if is_partitioned:
             sums = _combine_over_ranks(sums)
-        positive_logits = (rows * positives).sum(1) / temperature
+        positive_logits = (all_queries * positives).sum(1) / temperature
         loss = (sums.log_sums - positive_logits).mean()
-        gradient = (sums.mean_documents - positives) / (temperature * len(rows))
+        gradient = (sums.mean_documents - positives) / (temperature * len(all_queries))
         if is_partitioned:
-            gradient = gradient[local_rows] * world_size()
+            gradient = gradient[own_queries] * world_size()
     if not torch.is_grad_enabled():
         return loss
     return PrecomputedGradient.apply(loss, [gradient], queries)
@@ -103,7 +106,7 @@ def full_softmax_loss(
 @torch.no_grad()
 def sum_over_documents(
     queries: Tensor,
-    excluded_rows: Tensor,
+    excluded: Tensor,
     blocks: Iterable[DocumentBlock],
     temperature: float,
 ) -> SoftmaxSums:
@@ -114,31 +117,34 @@ def sum_over_documents(
     for block in blocks:
         documents = block.documents.to(queries)
         logits = queries @ documents.T / temperature
+        scales = None
         if block.scales is not None:
-            logits *= block.scales
-        logits.masked_fill_(_is_excluded(block, excluded_rows), MASKED)
+            scales = block.scales.to(queries)
+            logits *= scales
+        logits.masked_fill_(_is_excluded(block, excluded), MASKED)
 
         new_largest = torch.maximum(largest, logits.amax(1))
         correction = (largest - new_largest).exp()
         weights = (logits - new_largest[:, None]).exp()
         total = total * correction + weights.sum(1)
-        if block.scales is not None:
-            weights *= block.scales
+        if scales is not None:
+            weights *= scales
         weighted = weighted * correction[:, None] + weights @ documents
         largest = new_largest
     return SoftmaxSums(largest, total, weighted)
 
 
-def _is_excluded(block: DocumentBlock, excluded_rows: Tensor) -> Tensor:
-    """Return bool (n, b): the documents of a block that are no negatives of each query."""
+def _is_excluded(block: DocumentBlock, excluded: Tensor) -> Tensor:
+    """Return bool (n, b): the documents of a block that are excluded for each query."""
     num_documents = len(block.documents)
-    position = excluded_rows - block.first_row
+    position = excluded - block.first
     is_inside = (position >= 0) & (position < num_documents)
-    # The column after the last one takes what lies in other blocks, so that no host read is needed.
+    # Documents of other blocks go to an extra last column, which is cut off. Selecting them by a
+    # mask would make the host wait for the device.
     position = torch.where(is_inside, position, num_documents)
-    shape = (len(excluded_rows), num_documents + 1)
-    excluded = torch.zeros(shape, dtype=torch.bool, device=excluded_rows.device)
-    return excluded.scatter_(1, position, True)[:, :num_documents]
+    shape = (len(excluded), num_documents + 1)
+    is_excluded = torch.zeros(shape, dtype=torch.bool, device=excluded.device)
+    return is_excluded.scatter_(1, position, True)[:, :num_documents]
 
 
 def _combine_over_ranks(sums: SoftmaxSums) -> SoftmaxSums:
@@ -150,8 +156,8 @@ def _combine_over_ranks(sums: SoftmaxSums) -> SoftmaxSums:
     return SoftmaxSums(largest, total, weighted)
 
 
-def _pad_to_widest(excluded_rows: Tensor) -> Tensor:
-    """Fill up the rows of this rank, (n, p), to the largest p of all ranks."""
-    width = torch.tensor(excluded_rows.shape[1], device=excluded_rows.device)
-    missing = int(over_ranks("MAX", width)) - excluded_rows.shape[1]
-    return torch.nn.functional.pad(excluded_rows, (0, missing), value=NO_ROW)
+def _pad_to_widest(excluded: Tensor) -> Tensor:
+    """Fill up this rank's lists of documents, (n, p), to the largest p of all ranks."""
+    width = torch.tensor(excluded.shape[1], device=excluded.device)
+    missing = int(over_ranks("MAX", width)) - excluded.shape[1]
+    return torch.nn.functional.pad(excluded, (0, missing), value=NO_ROW)

@@ -46,7 +46,7 @@ PAIRS_PER_MEAN = 64
 
 
 class LogitBlocks(NamedTuple):
-    """The blocks of the score matrix of a micro-batch, as `masked_logits` returned them."""
+    """The logits of a micro-batch: three blocks of the score matrix, and log-sums of one."""
 
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
@@ -57,10 +57,10 @@ class LogitBlocks(NamedTuple):
 class MemoryBank(nn.Module):
     """Ring buffer of the last ``bank_size`` pairs, overwritten a block at a time.
 
-    A block is the largest power of two within 1/32 of ``bank_size``, and one pair below 64 rows. A
-    full bank uses at most ``bank_size`` rows and at least 31/32 of them; it uses all of them if
-    micro-batches are whole blocks. Pairs are numbered from the start of training; pair i lies in
-    slot i % num_slots.
+    A block has the largest power of two of pairs that is at most ``bank_size`` / 32, and at least
+    one. A full bank uses at most ``bank_size`` rows and at least 31/32 of them; it uses all of them
+    if micro-batches are whole blocks, of which ``bank_size`` is a multiple. Pairs are numbered from
+    the start of training; pair i lies in slot i % num_slots.
 
     Args:
         bank_size: rows m, at least 1.
@@ -258,8 +258,8 @@ class MemoryBank(nn.Module):
     ) -> None:
         """Store a micro-batch in place, and overwrite the oldest blocks.
 
-        Of a micro-batch larger than the bank the last pairs stay; of its hard negatives, as many as
-        the bank has room for.
+        Of a micro-batch larger than the bank the last pairs stay, of hard negatives as many as the
+        bank has room for. Pairs that would fill up a retired block are not stored.
 
         Args:
             is_finite: bool scalar on the bank's device; if it is False, the pairs are stored as
@@ -270,7 +270,7 @@ class MemoryBank(nn.Module):
         end = self.total_enqueued + len(local.queries)
         used_before = self.num_used_slots
         self.retire(max(first_kept, end - self.bank_size))
-        first = max(self.total_enqueued, self.oldest_in_use)
+        first = min(max(self.total_enqueued, self.oldest_in_use), end)
         if self.has_queries:
             self._extend_table(local, blocks, is_finite, first, end, used_before)
         self._write_pairs(local, is_finite, first, end)
@@ -287,34 +287,34 @@ class MemoryBank(nn.Module):
         end: int,
         used: int,
     ) -> None:
-        """Write the new rows of the table, and add the new documents to all rows.
+        """Write a column of the table for each new query, and add the new documents to all columns.
 
         ``used`` is the number of slots that the logits of ``blocks`` cover.
         """
         num_documents = min(blocks.in_batch.shape[2], self.documents.shape[1])
         num_used_blocks = used // self.block_size
 
-        # New rows over the old documents, without the blocks that have just been forgotten.
-        new_rows = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
+        # New queries over the old documents, without the blocks that have just been forgotten.
+        new_columns = self.block_log_sums.new_full((self.num_blocks, len(local.queries)), MASKED)
         in_use = self.valid.unflatten(0, (self.num_blocks, -1)).flatten(1).any(1)[:num_used_blocks]
         old_sums = blocks.against_bank_sums.T
-        new_rows[:num_used_blocks] = torch.where(in_use[:, None], old_sums, MASKED)
+        new_columns[:num_used_blocks] = torch.where(in_use[:, None], old_sums, MASKED)
 
         in_batch = blocks.in_batch[:, :, :num_documents].clone()
         in_batch[:, :, 0].fill_diagonal_(MASKED)  # a row's positive is none of its negatives
         from_bank = blocks.from_bank[:, :, :num_documents]
         for block, rows in self._blocks_of(first, end):
             local_sums = in_batch[:, rows].flatten(1).logsumexp(1)
-            new_rows[block] = torch.logaddexp(new_rows[block], local_sums)
+            new_columns[block] = torch.logaddexp(new_columns[block], local_sums)
             banked_sums = from_bank[:, rows].flatten(1).logsumexp(1)
             banked_sums = torch.where(is_finite, banked_sums, MASKED)
             for stored_sums in (self.block_log_sums[block, :used], self.total_log_sums[:used]):
                 stored_sums.copy_(torch.logaddexp(stored_sums, banked_sums))
         kept = slice(first - self.total_enqueued, None)
         slots = self._slots(first, end)
-        new_rows = torch.where(is_finite, new_rows[:, kept], MASKED)
-        self.block_log_sums[:, slots] = new_rows
-        self.total_log_sums[slots] = new_rows.logsumexp(0)
+        new_columns = torch.where(is_finite, new_columns[:, kept], MASKED)
+        self.block_log_sums[:, slots] = new_columns
+        self.total_log_sums[slots] = new_columns.logsumexp(0)
 
     def _write_pairs(self, local: Pairs, is_finite: Tensor, first: int, end: int) -> None:
         kept = slice(first - self.total_enqueued, None)
@@ -375,7 +375,7 @@ class MemoryBank(nn.Module):
         """Split pairs ``first`` to ``end`` at the bounds of blocks.
 
         Yields:
-            A row of the table, and the rows of the micro-batch whose documents belong to it.
+            The index of a block, and the rows of the micro-batch whose documents belong to it.
         """
         while first < end:
             stop = min(end, (first // self.block_size + 1) * self.block_size)
@@ -399,7 +399,7 @@ def score_blocks(
     rules: Sequence[FalseNegativeRule],
     query_drift: Tensor | None = None,
 ) -> LogitBlocks:
-    """Score a micro-batch against itself and the bank; see `masked_logits` for the arguments."""
+    """Score a micro-batch against itself and the bank; the other arguments are `masked_logits`'."""
     in_batch = masked_logits(local, local, temperature, rules)
     n, width = local.valid.shape
     against_bank = in_batch.new_zeros(n, 0, width)

@@ -1,7 +1,7 @@
 """QuerySideLoss: train the query tower against every document of an index that is encoded already.
 
-The documents stand still: they are read from a store, and never encoded. So a training pair costs
-one query, and all documents of the corpus are its negatives, without drift. The field calls it
+The documents never change: they are read from a store, and not encoded. So a training pair costs
+one query, and all documents of the corpus are its negatives, without drift. This is known as
 query-side fine-tuning (Lee et al. 2021, DensePhrases, arXiv 2012.12624). The maths is in
 `contaccum.bank.full_softmax`.
 """
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ from contaccum.retrieval.store import EmbeddingStore
 logger = logging.getLogger(__name__)
 
 PASSES_PER_MICRO_STEP = 3
-"""A backward pass takes some two forward passes, so a micro-step takes three."""
+"""A backward pass costs about two forward passes, so a micro-step costs about three."""
+
+_ROWS_AT_ONCE = 10_000
 
 CITATION = """@inproceedings{lee2021densephrases,
 author={Jinhyuk Lee and Mujeen Sung and Jaewoo Kang and Danqi Chen}, year={2021},
@@ -45,11 +48,11 @@ booktitle={Proceedings of ACL-IJCNLP}, eprint={2012.12624}}"""
 
 
 class QuerySideLoss(nn.Module):
-    """Cross-entropy of queries over all documents of a store, in which documents stand still.
+    """Cross-entropy of queries over all documents of a store.
 
     A tied model gets a query tower of its own, in place: a copy of the model, which is trained. The
-    weights of the document tower are frozen and stay bit for bit, so the store goes on serving.
-    Make the loss before the trainer, which collects the weights to train.
+    weights of the document tower are frozen and never change, so the store stays valid. Make the
+    loss before the trainer, which collects the weights to train.
 
     Args:
         model: a SentenceTransformer, whose document tower encoded the store. For an adapter in
@@ -63,13 +66,13 @@ class QuerySideLoss(nn.Module):
         DataError: for a folder that holds no whole store.
 
     Inputs:
-        (anchor,) of the queries; labels: int64 (n, p), the rows of a query's positives in the
-        store, that of this pair first. `QuerySideCollator` makes both of (anchor, positive, ...)
-        rows; documents are not tokenised.
+        One column, the tokenised queries; labels: int64 (n, p), for each query the rows of its
+        positives in the store, the positive of this pair first, filled up with `NO_ROW`.
+        `QuerySideCollator` makes both of (anchor, positive, ...) rows. Documents are not tokenised.
 
     Relations:
-        - With ranks of ``torch.distributed``, each reads every n-th block of the store, and the
-          loss is that of the queries of all ranks.
+        - With ranks of ``torch.distributed``, each reads its share of the blocks of the store, and
+          the loss is that of the queries of all ranks.
         - A store in float16 or int8 gives the loss over the embeddings that it holds.
 
     Example:
@@ -98,13 +101,13 @@ class QuerySideLoss(nn.Module):
         if not isinstance(store, (EmbeddingStore, StoreDocuments)):
             store = EmbeddingStore.open(store)
         if isinstance(store, EmbeddingStore):
-            check_store_fits(model, store)
             store = StoreDocuments(store)
+        check_store_fits(model, store.store)
         self.documents: StoreDocuments = store
         train_query_tower_alone(model)
         self.model = model
         self.scale = scale
-        self._num_calls = 0
+        self._num_micro_steps = 0
 
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
@@ -121,11 +124,14 @@ class QuerySideLoss(nn.Module):
                 "QuerySideLoss needs the queries alone, and the rows of their positives as labels: "
                 "pass data_collator=QuerySideCollator.of_dataset(...) to the trainer"
             )
-        started = time.perf_counter()
+        started = self._read_clock(labels)
         queries = self.model(features[0])["sentence_embedding"]
         encoded = self._read_clock(queries)
         loss = self.compute_loss_from_embeddings(queries, labels)
-        self._report_cost(len(queries), encoded - started, self._read_clock(loss) - encoded)
+        scored = self._read_clock(loss)
+        if self._is_measured:
+            self._report_cost(len(queries), encoded - started, scored - encoded)
+        self._num_micro_steps += torch.is_grad_enabled()
         return loss
 
     def compute_loss_from_embeddings(self, queries: Tensor, labels: Tensor) -> Tensor:
@@ -142,33 +148,38 @@ class QuerySideLoss(nn.Module):
             queries, positives, labels[:, 1:], blocks, temperature, is_partitioned
         )
 
-    def _read_clock(self, result: Tensor) -> float:
-        """Return the time at which a result is there; an accelerator is waited for at first."""
-        if self._is_measured and result.device.type == "cuda":
-            torch.cuda.synchronize(result.device)
+    def _read_clock(self, tensor: Tensor) -> float:
+        """Return the time; in the micro-step that is measured, wait for the GPU first."""
+        if self._is_measured and tensor.device.type == "cuda":
+            torch.cuda.synchronize(tensor.device)
         return time.perf_counter()
 
     @property
     def _is_measured(self) -> bool:
-        """True for the second call: the first one allocates, and reads the store's file."""
-        return self._num_calls == 1
+        """True in the second micro-step: the first one allocates, and reads the store's file."""
+        return self._num_micro_steps == 1 and torch.is_grad_enabled()
 
     def _report_cost(self, num_queries: int, encoding: float, scoring: float) -> None:
-        """Report once what the encoder and the documents cost, both in seconds."""
-        if self._is_measured and rank() == 0:
-            encoder = PASSES_PER_MICRO_STEP * encoding
-            figures = (
-                f"a micro-step of {num_queries} queries takes some {1e3 * encoder:,.0f} ms in the "
-                f"encoder and {1e3 * scoring:,.0f} ms over {len(self.documents):,} documents"
+        """Report what the encoder and the documents cost in a micro-step.
+
+        Args:
+            encoding: seconds of the encoder's forward pass.
+            scoring: seconds of loss and gradient over all documents.
+        """
+        if rank() != 0:
+            return
+        encoder = PASSES_PER_MICRO_STEP * encoding
+        figures = (
+            f"a micro-step of {num_queries} queries takes some {1e3 * encoder:,.0f} ms in the "
+            f"encoder and {1e3 * scoring:,.0f} ms over {len(self.documents):,} documents"
+        )
+        if scoring > encoder:
+            logger.warning(
+                f"query side: {figures}: most of the time goes into the documents. Use a GPU, a "
+                "smaller corpus, or larger micro-batches"
             )
-            if scoring > encoder:
-                logger.warning(
-                    f"query side: {figures}: training is slower than its encoder. Use a GPU, a "
-                    "smaller corpus, or larger micro-batches"
-                )
-            else:
-                logger.info(f"query side: {figures}")
-        self._num_calls += 1
+        else:
+            logger.info(f"query side: {figures}")
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""
@@ -176,7 +187,7 @@ class QuerySideLoss(nn.Module):
             "scale": self.scale,
             "similarity": self.documents.similarity,
             "documents": len(self.documents),
-            "store": self.documents.store.fingerprint,
+            "store": self.documents.fingerprint,
         }
 
     @property
@@ -218,11 +229,13 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         Raises:
             DataError: for a positive that the store does not hold.
         """
-        assert self.positives is not None
+        if self.positives is None:
+            raise ConfigError("QuerySideCollator: make it with QuerySideCollator.of_dataset(...)")
         columns = [name for name in features[0] if name not in LABELS]
         query_column, positive_column = columns[:2]
-        queries = [row[query_column] for row in features]
-        labels = self.positives.label_batch(queries, [row[positive_column] for row in features])
+        queries = [str(row[query_column]) for row in features]
+        positives = [str(row[positive_column]) for row in features]
+        labels = self.positives.label_batch(queries, positives)
         rows = []
         for row, label in zip(features, labels, strict=True):
             query_row = {query_column: row[query_column], "label": label}
@@ -242,24 +255,27 @@ def known_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> Posit
 def pair_ids(dataset: Any) -> np.ndarray:
     """Return hashes of query and positive for every pair of a data set, int64 (p, 2).
 
-    They include the pairs that a row may have in another epoch. A stream has none.
+    They include the pairs that a row may have in another epoch. Of a stream it returns none, so
+    a query's other positives count as negatives there.
     """
     parts = [np.empty((0, 2), dtype=np.int64)]
     if not hasattr(dataset, "__len__"):
         return parts[0]
-    for query, positives in pairs_of_rows(dataset):
-        positive_ids = text_ids(positives)
-        query_ids = np.full_like(positive_ids, text_ids([query])[0])
+    pairs = pairs_of_rows(dataset)
+    while rows := list(islice(pairs, _ROWS_AT_ONCE)):
+        counts = [len(positives) for _, positives in rows]
+        query_ids = np.repeat(text_ids(query for query, _ in rows), counts)
+        positive_ids = text_ids(text for _, positives in rows for text in positives)
         parts.append(np.column_stack([query_ids, positive_ids]))
     return np.concatenate(parts)
 
 
 def pairs_of_rows(dataset: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row's query, and the positives that it may have in any epoch."""
+    """Yield the query of each row, in order, and the positives that it may have in any epoch."""
     samplings = samplings_of(dataset)
     if samplings:
         for batch in dataset.with_format(None).iter(1000):
-            for pair in samplings[0].pairs(batch["query"]):  # the numbers of rows
+            for pair in samplings[0].pairs(batch["query"]):  # a column of row numbers
                 yield pair["query"], pair["positive"]
         return
     for texts in first_texts(dataset):
@@ -281,7 +297,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
         raise ConfigError(f"{store.folder}: is binary, too coarse to train on; encode in int8")
     remedy = "encode the corpus with this model, or train the model that wrote the store"
     if about["model"] != model_fingerprint(model, "document"):
-        name = about.get("model_name")
+        name = about.get("model_name", "of no known name")
         raise ConfigError(f"{store.folder}: was encoded by another model, {name}: {remedy}")
     if about["tokenisation"] != tokenisation_fingerprint(model, "document"):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The documents of a store as a loss reads them: blocks of tensors, and rows by their texts.
+"""The documents of a store as a loss reads them: in blocks of tensors, and by their texts.
 
-A rank may read every n-th block only. Documents that the store lacks can stand behind its last row.
+A rank may get every R-th block only. Documents that the store lacks can be appended to it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from contaccum.files import fingerprint, redact
 from contaccum.retrieval.store import EmbeddingStore
 
 ROWS_PER_BLOCK = 8192
-_SHARE_OF_FREE_MEMORY = 0.5  # of an accelerator, which documents may take
+_SHARE_OF_FREE_MEMORY = 0.5  # of a GPU, when blocks are first asked for
 
 
 class StoreDocuments:
-    """The documents of a store, with a length of 1 where its model compares by cosine.
+    """The documents of a store, and documents that were appended to them.
+
+    With cosine, `take` returns embeddings of length 1, and `blocks` the stored embeddings beside
+    1 / their length.
 
     Args:
         store: holds documents.
@@ -38,7 +41,8 @@ class StoreDocuments:
         self._added = np.empty((0, self.dimension), dtype=np.float32)
         self._set_texts(store.text_ids())
         self._scales: Tensor | None = None
-        self._blocks_on_device: dict[torch.device, list[DocumentBlock]] = {}
+        # By device, part and number of parts.
+        self._blocks_on_device: dict[tuple[torch.device, int, int], list[DocumentBlock]] = {}
 
     def _set_texts(self, ids: np.ndarray) -> None:
         self._text_ids = ids
@@ -65,8 +69,11 @@ class StoreDocuments:
         }
 
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
-        """Put documents, with embeddings float32 (k, d), behind those of the store."""
-        self._added = np.concatenate([self._added, embeddings])
+        """Append documents: k texts and their embeddings, float32 (k, d)."""
+        if embeddings.shape != (len(texts), self.dimension):
+            shape = (len(texts), self.dimension)
+            raise ValueError(f"embeddings of shape {embeddings.shape} for documents of {shape}")
+        self._added = np.concatenate([self._added, embeddings.astype(np.float32, copy=False)])
         self._set_texts(np.concatenate([self._text_ids, text_ids(texts)]))
         self._scales = None
         self._blocks_on_device = {}
@@ -79,7 +86,8 @@ class StoreDocuments:
         """Find the documents with some hashes of texts, int64 (k,).
 
         Returns:
-            For each document that was found the index of its hash, and its row, int64 (f,) each.
+            int64 (f,) each, with an entry per document that was found: the index of its hash in
+            ``ids``, and its row. Copies give several entries.
         """
         first = np.searchsorted(self._sorted_ids, ids, side="left")
         counts = np.searchsorted(self._sorted_ids, ids, side="right") - first
@@ -90,7 +98,8 @@ class StoreDocuments:
 
     def has(self, ids: np.ndarray) -> np.ndarray:
         """Return bool (k,): for each hash of a text whether there is a document with that text."""
-        return np.isin(ids, self._sorted_ids)
+        first = np.searchsorted(self._sorted_ids, ids, side="left")
+        return np.searchsorted(self._sorted_ids, ids, side="right") > first
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on their device."""
@@ -106,23 +115,21 @@ class StoreDocuments:
             Indices, int64 (f,), of the texts that are documents, and their embeddings, (f, d).
         """
         indices, rows = self.rows_of_all(text_ids(texts))
-        indices, first = np.unique(indices, return_index=True)  # of copies the first
+        indices, first = np.unique(indices, return_index=True)  # the first of copies
         return indices, self._read_rows(rows[first])
 
     def blocks(self, device: torch.device, part: int = 0, num_parts: int = 1) -> Iterator[DocumentBlock]:
         """Yield blocks of documents on a device: every ``num_parts``-th, from the ``part``-th on.
 
-        An accelerator with enough free memory holds on to its blocks.
+        A GPU with enough free memory holds on to its blocks.
         """
-        if device in self._blocks_on_device:
-            yield from self._blocks_on_device[device]
-            return
-        if device.type != "cpu" and self._fits(device, num_parts):
-            blocks = list(self._read_blocks(device, part, num_parts))
-            self._blocks_on_device[device] = blocks
-            yield from blocks
-            return
-        yield from self._read_blocks(device, part, num_parts)
+        key = (device, part, num_parts)
+        if key not in self._blocks_on_device and self._fits(device, num_parts):
+            self._blocks_on_device[key] = list(self._read_blocks(device, part, num_parts))
+        if key in self._blocks_on_device:
+            yield from self._blocks_on_device[key]
+        else:
+            yield from self._read_blocks(device, part, num_parts)
 
     def _read_blocks(self, device: torch.device, part: int, num_parts: int) -> Iterator[DocumentBlock]:
         scales = self._inverse_lengths()
@@ -144,8 +151,8 @@ class StoreDocuments:
 
     def _arrays(self) -> Iterator[tuple[int, np.ndarray]]:
         yield from self.store.blocks(ROWS_PER_BLOCK)
-        if len(self._added):
-            yield len(self.store), self._added
+        for first in range(0, len(self._added), ROWS_PER_BLOCK):
+            yield len(self.store) + first, self._added[first : first + ROWS_PER_BLOCK]
 
     def _inverse_lengths(self) -> Tensor | None:
         """Return 1 / length of every document, (N,); None with dot product. Read once."""
@@ -171,9 +178,9 @@ class PositiveRows:
     """The rows of the documents that are known positives of each query.
 
     Args:
-        documents: of a store.
-        query_ids, text_ids: int64 (p,) each, hashes of query and positive for every known pair;
-            pairs whose positive no document has are left out.
+        documents: those in which positives are looked up.
+        query_ids, positive_ids: int64 (p,) each, hashes of the texts of every known pair; pairs
+            whose positive is no document are left out.
     """
 
     def __init__(self, documents: StoreDocuments, query_ids: np.ndarray, positive_ids: np.ndarray) -> None:
@@ -196,7 +203,7 @@ class PositiveRows:
         They are filled up with `NO_ROW`.
 
         Raises:
-            DataError: for a positive that no document has.
+            DataError: for a positive that is not among the documents.
         """
         lists = []
         query_ids = text_ids(queries).tolist()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
@@ -22,7 +23,6 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
     QuerySideLoss,
-    check_store_fits,
     known_positives,
     pairs_of_rows,
 )
@@ -39,7 +39,7 @@ STORE_FOLDER = "passage_store"
 """Folder in ``output_dir`` of the store that is made from ``corpus``."""
 
 USELESS_SHARE_OF_BM25 = 0.5
-"""Below this share of BM25's score, the base model's documents teach a query tower nothing."""
+"""Below this share of BM25's score, the base model's documents teach a query tower too little."""
 
 _SHOWN = 3  # missing passages in a message
 
@@ -51,9 +51,10 @@ class QuerySide:
         args: name the store or the corpus.
         model: gets a query tower of its own, and its document tower is frozen.
         train_dataset: the training set, or several by name.
+        eval_dataset: pairs whose loss is computed while training, likewise.
 
     Attributes:
-        dataset: the training set, without the rows that ``missing=drop`` leaves out.
+        dataset, eval_dataset: the data, without the rows that ``missing=drop`` leaves out.
         documents: of the store, with the passages that ``missing=add`` adds.
         loss: a `QuerySideLoss`.
         collator: for the trainer.
@@ -74,13 +75,14 @@ class QuerySide:
         store = _open_store(args, model)
         _check_similarity(args, store)
         self.documents = StoreDocuments(store)
-        self.dataset = _settle_missing(self.documents, model, train_dataset, args.missing)
         temperature = args.temperature
         if temperature is None:
             temperature = DEFAULT_TEMPERATURE[self.documents.similarity]
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
+        self.dataset = _settle_missing(self.documents, model, train_dataset, args.missing)
+        self.eval_dataset = _settle_missing(self.documents, model, eval_dataset, args.missing)
         datasets = [part for part in parts_of(self.dataset) if part is not None]
-        datasets += [part for part in parts_of(eval_dataset) if part is not None]
+        datasets += [part for part in parts_of(self.eval_dataset) if part is not None]
         roles: Any = args.router_mapping  # a dictionary by now, not JSON
         self.collator = QuerySideCollator(
             preprocess_fn=model.preprocess,
@@ -91,7 +93,7 @@ class QuerySide:
         if rank() == 0:
             logger.info(
                 f"query side: every query is contrasted with all {len(self.documents):,} "
-                f"documents of {store.folder}, those that only dev or test queries need too"
+                f"documents of {store.folder}, including those that only dev or test queries need"
             )
 
 
@@ -111,13 +113,16 @@ def require_sources(args: ContAccumTrainingArguments) -> None:
 def _check_similarity(args: ContAccumTrainingArguments, store: EmbeddingStore) -> None:
     if args.similarity not in (None, store.similarity):
         raise ConfigError(
-            f"similarity={args.similarity}, but {store.folder} is compared by "
+            f"similarity={args.similarity}, but the documents of {store.folder} are compared by "
             f"{store.similarity}: drop similarity"
         )
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:
-    """Open the store of a run; encode its corpus first if it has one."""
+    """Open the store of a run; encode its corpus first if it has one.
+
+    What an earlier start of the same run has encoded is used again.
+    """
     if args.passage_store is not None:
         store = EmbeddingStore.open(args.passage_store)
     else:
@@ -135,7 +140,6 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
                 )
                 encoder.encode(show_progress=not args.disable_tqdm)
         store = EmbeddingStore.open(folder)
-    check_store_fits(model, store)
     return store
 
 
@@ -148,7 +152,7 @@ def _settle_missing(
         The data set, of which ``drop`` leaves out rows.
 
     Raises:
-        DataError: with ``stop``, or if no row would be left.
+        DataError: with ``stop``, or if no row of a data set would be left.
     """
     if isinstance(dataset, dict):
         settled = {}
@@ -160,39 +164,38 @@ def _settle_missing(
     missing_texts: dict[str, None] = {}
     whole_rows = []
     for row, (_, positives) in enumerate(pairs_of_rows(dataset)):
-        is_there = documents.has(text_ids(positives))
-        if is_there.all():
+        has_document = documents.has(text_ids(positives))
+        if has_document.all():
             whole_rows.append(row)
-        for text, has_document in zip(positives, is_there, strict=True):
-            if not has_document:
-                missing_texts[text] = None
+        for index in np.flatnonzero(~has_document):
+            missing_texts[positives[index]] = None
     if not missing_texts:
         return dataset
     folder = documents.store.folder
     shown = ", ".join(quoted(text) for text in list(missing_texts)[:_SHOWN])
-    fault = f"{folder}: lacks {len(missing_texts):,} positives of the training data ({shown})"
+    fault = f"{folder}: lacks {len(missing_texts):,} positives of the data (such as {shown})"
     if missing == "stop":
         raise DataError(
-            f"{fault}: set missing=add to encode them beside it or missing=drop to leave their "
-            "pairs out, or encode a corpus that has them"
+            f"{fault}: set missing=add to encode them as well or missing=drop to leave out the "
+            "rows that may use them, or encode a corpus that has them"
         )
     if missing == "add":
         logger.warning(f"{fault}: they are encoded and added")
         texts = list(missing_texts)
-        documents.add(texts, encode_texts(model, texts))
+        documents.add(texts, encode_texts(model, texts, "document"))
         return dataset
     num_dropped = len(dataset) - len(whole_rows)
     if not whole_rows:
-        raise DataError(f"{fault}: no pair is left without them")
-    logger.warning(f"{fault}: {num_dropped:,} of {len(dataset):,} pairs are left out")
+        raise DataError(f"{fault}: no row is left without them")
+    logger.warning(f"{fault}: {num_dropped:,} of {len(dataset):,} rows are left out")
     return dataset.select(whole_rows)
 
 
 def warn_of_useless_documents(evaluator: Any, model: SentenceTransformer) -> None:
     """Warn if the model as it is scores far below BM25 on the evaluation data.
 
-    Its documents do not move. If they are no better than those of a fresh encoder, no query tower
-    can learn to find them.
+    Its document embeddings never change. If they are no better than those of a fresh encoder, no
+    query tower can learn to find them.
     """
     if not isinstance(evaluator, RetrievalEvaluator):
         return
@@ -206,8 +209,9 @@ def warn_of_useless_documents(evaluator: Any, model: SentenceTransformer) -> Non
     figures = f"{metric} {score:.3f}, BM25 {bm25_score:.3f}"
     if score < USELESS_SHARE_OF_BM25 * bm25_score:
         logger.warning(
-            f"query side: the model as it is has {figures} on the evaluation data: its documents "
-            "teach a query tower next to nothing. Train both towers first, with method=contaccum"
+            f"query side: before training, {figures} on the evaluation data: its "
+            "documents teach a query tower too little. Train both towers first, with "
+            "method=contaccum"
         )
     else:
-        logger.info(f"query side: the model as it is has {figures} on the evaluation data")
+        logger.info(f"query side: before training, {figures} on the evaluation data")

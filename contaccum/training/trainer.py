@@ -113,14 +113,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if loss is None and args.method == "query_side":
             query_side = QuerySide(args, model, train_dataset, eval_dataset)
             train_dataset = query_side.dataset
+            eval_dataset = query_side.eval_dataset
             loss = query_side.loss
             kwargs.setdefault("data_collator", query_side.collator)
         if loss is None:
             loss = loss_factory.make_loss(model, args, guide)
         loss_factory.check_columns(args, loss, columns)
         loss_factory.settle_search_of_unused_parameters(args, model, loss)
-        # Otherwise transformers uploads output_dir at each checkpoint, run.json included.
-        args.hub_strategy = HubStrategy.END
+        args.hub_strategy = HubStrategy.END  # a checkpoint's upload would include run.json
         self.batch_sampler: Any = None
         self.run_id: str | None = None  # of the run in progress; a resumed run keeps its id
         self._resume_point: checkpoint.ResumePoint | None = None

@@ -67,7 +67,7 @@ def test_scales_stand_for_documents_times_these():
     for blocks in (
         make_blocks(scaled, 9),
         [
-            DocumentBlock(x.first_row, x.documents, scales[x.first_row :][:9])
+            DocumentBlock(x.first, x.documents, scales[x.first :][:9])
             for x in make_blocks(documents, 9)
         ],
     ):

@@ -127,3 +127,15 @@ def test_room_for_more_hard_negatives_changes_nothing_that_is_stored():
     assert torch.equal(bank.negatives[2:], negatives)
     with pytest.raises(ValueError, match="size 5 do not fit a bank of size 3"):
         bank.fit(5, hard_negatives=2)
+
+
+def test_pairs_that_would_fill_up_a_retired_block_are_not_stored():
+    bank = MemoryBank(128, 4)  # blocks of four pairs
+    queries = torch.randn(6, 4)
+    bank.enqueue(queries[:1], queries[:1])
+    bank.retire(1)
+    for row in range(1, 6):
+        bank.enqueue(queries[row : row + 1], queries[row : row + 1])
+    assert bank.total_enqueued == 6 and bank.in_use == 2
+    assert bank.valid[:8, 0].tolist() == [False] * 4 + [True] * 2 + [False] * 2
+    assert torch.equal(bank.passages[4:6], queries[4:])
