@@ -54,7 +54,7 @@ from contaccum.distributed import gather_rows, world_size
 logger = logging.getLogger(__name__)
 
 PAIRS_WITHOUT_UPDATE = 4096
-"""After so many pairs without an update, or four banks, a warning says that none was noticed."""
+"""After this many pairs without an update, and at least four banks of them, a warning says so."""
 
 
 class BankedInfoNCE(BankedModule):
@@ -97,9 +97,9 @@ class BankedInfoNCE(BankedModule):
         pairs_per_update: pairs between two optimizer steps, of all ranks that share the bank:
             gradients are centred over the update. None centres each micro-batch by itself. See
             `begin_update`.
-        bank_weight: how often a banked pair counts beside a local one, as a negative and as a row;
-            above 1, how many pairs the bank counts as together. A banked row's own positive counts
-            once.
+        bank_weight: weight of a banked pair beside a local one, as a column and as a row, up to 1.
+            Above 1: the weight of the whole bank, which its pairs share equally. A banked row's own
+            positive always has weight 1.
         false_negative_margin: leave out columns whose similarity to a row exceeds that of its own
             positive by more than this, when the two first meet (Qwen3-Embedding: 0.1, with cosine).
             None: off.
@@ -110,12 +110,12 @@ class BankedInfoNCE(BankedModule):
         hardness_mode, hardness_strength: add ``hardness_strength`` times their similarity to the
             logits of the micro-batch's own ``"in_batch_negatives"``, ``"hard_negatives"`` (those of
             the row) or ``"all_negatives"``; see `add_hardness`. None: off.
-        directions, partition_mode: directions of MultipleNegativesRankingLoss. Those beside
-            ``"query_to_doc"`` contrast the micro-batch alone. ``"joint"``: one softmax over all of
-            them; ``"per_direction"``: the mean of one loss for each.
+        directions, partition_mode: directions of MultipleNegativesRankingLoss, ``"query_to_doc"``
+            and others of `DIRECTIONS`, which contrast the micro-batch alone. ``"joint"``: one
+            softmax over all of them; ``"per_direction"``: the mean of one loss for each.
 
-    No value is read on the host, so a micro-batch that is not finite is not refused. Its loss is
-    returned as it is, its rows are never used, and ``last["enqueued"]`` is 0.
+    No value is read on the host, so a micro-batch that is not finite is not refused. Its loss and
+    gradients come out as they are, its pairs are stored as invalid, and ``last["enqueued"]`` is 0.
 
     Attributes:
         settings: all of the above, as `LossSettings`.
@@ -204,7 +204,8 @@ class BankedInfoNCE(BankedModule):
     ) -> Tensor:
         """Compute the loss of one micro-batch, a scalar; in training, also enqueue it.
 
-        A micro-batch is enqueued in training mode and with gradients enabled.
+        A micro-batch is enqueued in training mode and with gradients enabled. Otherwise the loss
+        is still one over the bank as it is.
 
         Args:
             queries, passages: (n, d); row i of ``passages`` is the positive of row i of
@@ -302,7 +303,7 @@ class BankedInfoNCE(BankedModule):
             banked_losses = banked_row_losses(bank, blocks, bank_weight)
             banked_losses = torch.where(in_use, banked_losses, 0.0)
         banked_sum = (banked_losses * row_weights).sum()
-        if settings.partition_mode == "per_direction":  # banked rows have one direction of several
+        if settings.partition_mode == "per_direction":  # banked rows have query_to_doc alone
             banked_sum = banked_sum / len(settings.directions)
         total_weight: Tensor | int = len(local.queries)
         if settings.normalize_by == "all":
@@ -377,7 +378,8 @@ class BankedInfoNCE(BankedModule):
     def end_update(self) -> None:
         """End an update: entries from before it are of an older encoder.
 
-        Steps of torch's optimizers are noticed at the next micro-step, or here, and count once.
+        A step of a torch optimizer is noticed by itself at the next micro-step; a call of this
+        method after the step does not count it again.
         """
         self.clock.end_update()
         self.centering.restart()
@@ -396,8 +398,8 @@ class BankedInfoNCE(BankedModule):
         if not self._has_warned:
             logger.warning(
                 f"no update was seen in {clock.num_pairs:,} pairs: call end_update() of the "
-                "BankedInfoNCE after each; until then all entries count as those of an older "
-                "encoder"
+                "BankedInfoNCE after each optimizer step; until then all entries count as those of "
+                "an older encoder"
             )
         self._has_warned = True
         clock.age_entries()
@@ -406,11 +408,11 @@ class BankedInfoNCE(BankedModule):
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
         """Observe how far the towers have moved, by embeddings (S, d) of the same pairs of texts.
 
-        Call it before the first micro-batch, and again after updates, every 64 pairs at most: the
-        towers are taken to have moved as the means of the probe have. With ``"auto"`` it sets how
-        many entries are in use, and reads a small tensor from the device for it; with ``"fresh"``
-        and ``"none"`` it only measures. Ranks that share a bank call it together, each with texts
-        of its own (S may differ, and be 0): the probe is all of them.
+        Call it before the first micro-batch, and again after updates, but not more often than
+        every 64 pairs: the towers are taken to have moved as the means of the probe have. With
+        ``"auto"`` it sets how many entries are in use, and reads a small tensor from the device for
+        it; with ``"fresh"`` and ``"none"`` it only measures. Ranks that share a bank call it
+        together, each with texts of its own (S may differ, and be 0): the probe is all of them.
 
         Raises:
             ValueError: for fewer than two pairs.

@@ -1,8 +1,7 @@
-"""Logits of queries against documents, with every false negative masked.
+"""Logits of queries against documents, with the false negatives masked that rules find.
 
-`masked_logits` scores any rows against any columns. The loss calls it for each block of the score
-matrix, so a rule that excludes documents holds in all blocks if it holds there. The rules are in
-`false_negatives`.
+`masked_logits` scores any rows against any columns. The loss calls it for every block of the score
+matrix, so each rule applies to all blocks alike. The rules are in `false_negatives`.
 
 Letters in shapes: n pairs in the micro-batch, m pairs in the bank, r rows, c columns (pairs), h
 hard negatives per query, d the embedding size, g the embedding size of a guide. The documents of a
@@ -18,15 +17,15 @@ import torch
 from torch import Tensor
 
 NO_ID = torch.iinfo(torch.int64).min
-"""Id of a text that has none. It never equals another id, itself included."""
+"""Stands for a missing id. Two texts without an id are not the same text."""
 
 NO_ID_OF_ROW = NO_ID + 1
-"""Reserved: stands for `NO_ID` among the ids of rows while they are compared with columns."""
+"""Replaces `NO_ID` among the ids of rows while they are compared with those of columns."""
 
 IDS_PER_TEXT = 2
-"""A text has at most so many ids, for example one that the data set gives and a hash of its tokens.
+"""Ids per text, for example one from the data set and a hash of its tokens; or one and `NO_ID`.
 
-Two texts are the same if one of their ids is equal, at the same place among the ids.
+Two texts are the same if their first ids are equal, or their second.
 """
 
 MASKED = -1e30
@@ -34,7 +33,7 @@ MASKED = -1e30
 
 
 ROWS_PER_PRODUCT = 2048
-"""A CPU multiplies a long matrix faster in parts of so many rows."""
+"""A long matrix is multiplied in parts of this many rows, which is faster on a CPU."""
 
 
 class Pairs(NamedTuple):
@@ -74,14 +73,14 @@ def masked_logits(
     """Score the queries of ``rows`` (r pairs) against the documents of ``columns`` (c pairs).
 
     Documents that are not valid or that one of the ``rules`` excludes have the logit `MASKED`. A
-    rule looks at one query and one document, so its decision never changes while both are in the
-    bank. If ``rows is columns``, each row keeps its own positive.
+    rule looks at one query and one document when they first meet; the bank does not ask again. If
+    ``rows`` and ``columns`` are the same object, no rule excludes a row's own positive.
 
     Args:
-        query_drift: (b, d), how far the mean of the query tower has moved since the rows were
-            stored, for b equal runs of rows. Logits are those of the stored queries, and so agree
-            with the log-sums of the bank; the gradient of the documents is that of stored query +
-            drift.
+        query_drift: (b, d), for b consecutive runs of rows, of equal length: how far the mean of
+            the query tower has moved since the run was stored. It changes gradients alone: logits
+            are those of the stored queries, as in the log-sums of the bank, and documents get the
+            gradient of stored query + drift.
 
     Returns:
         (r, c, 1 + h), similarities over the temperature.
@@ -101,15 +100,16 @@ def masked_logits(
         for rule in rules:
             excluded |= rule(rows, columns, logits)
         if rows is columns:
-            own_positives = excluded[:, :, 0].diagonal()
-            own_positives.copy_(~columns.valid[:, 0])
+            is_own_excluded = excluded[:, :, 0].diagonal()  # a view, so this writes into the mask
+            is_own_excluded.copy_(~columns.valid[:, 0])
     return logits.masked_fill(excluded, MASKED)
 
 
 def _inner_products(queries: Tensor, documents: Tensor) -> Tensor:
-    """Compute queries (r, d) times documents (c, d), (r, c).
+    """Return queries (r, d) @ documents.T, (r, k) for k documents.
 
-    The longer side is the contiguous one in memory: a CPU sums over the shorter one faster then.
+    The longer dimension of the result is contiguous in memory: on a CPU, sums over the shorter one
+    are faster then.
     """
     if len(queries) > len(documents):
         return _inner_products(documents, queries).T

@@ -1,8 +1,8 @@
 """BankedTextLoss: the loss of a micro-batch of tokenised columns, with a bank.
 
-It encodes the columns of a data set, computes the ids of their texts and has the encoder probed
-after updates. The loss itself is `contaccum.bank.info_nce`; the losses that people use, with their
-arguments, are in `contaccum.losses.contaccum`.
+It encodes the columns of a data set, computes the ids of their texts, and measures after updates
+how far the encoder has moved (the probe). The loss itself is `contaccum.bank.info_nce`; the losses
+that people use, with their arguments, are in `contaccum.losses.contaccum`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 class BankedTextLoss(nn.Module):
     """`BankedInfoNCE` over texts, one for each embedding size that it meets.
+
+    In evaluation the loss is that of the micro-batch alone, without bank and distillation.
 
     Args:
         model: encodes the columns.
@@ -75,9 +77,9 @@ class BankedTextLoss(nn.Module):
         The columns are anchors, positives and any number of hard negatives.
 
         Args:
-            labels: int64 (n, columns), ids of the texts. A text is a duplicate of another if these
-                ids are equal, or the hashes of their tokens. ``labels`` may be, or have after the
-                ids, a teacher's scores: see `contaccum.losses.distillation.split_labels`.
+            labels: ids of the texts, int64 (n, columns); a teacher's scores; or both, ids first:
+                see `contaccum.losses.distillation.split_labels`. A text is a duplicate of another
+                if these ids are equal, or the hashes of their tokens.
         """
         features = list(sentence_features)
         ids = self._prepare_columns(features, labels)
@@ -95,7 +97,7 @@ class BankedTextLoss(nn.Module):
         """Compute the loss of embedded columns, (n, d) each: anchors, positives, any negatives.
 
         Args:
-            labels: with ``distill``, a teacher's scores.
+            labels: as in `forward`; only a teacher's scores are used here.
             ids: int64 (n,) or (n, 2) for each column, see `content_ids`; without them no duplicates
                 are masked. The encoder is not probed here, because the texts are not known.
             guide: the columns as a guide embeds them, (n, g) each; needed if the loss has a guide.
@@ -107,17 +109,21 @@ class BankedTextLoss(nn.Module):
             )
         if ids is None:
             ids = [None] * len(embeddings)
+        if len(embeddings) < 2 or len(ids) != len(embeddings):
+            raise ValueError(
+                f"{type(self).__name__} needs two or more embedded columns and ids of each, got "
+                f"{len(embeddings)} and {len(ids)}"
+            )
         if self._is_training and self.settings.bank_size:
             self._warn_of_missing_texts(ids)
         loss_fn = self._without_bank
         if self._is_training:
             loss_fn = self._info_nce_of_size(embeddings[0].shape[-1])
         device = embeddings[0].device
-        loss = loss_fn(
-            *_join_negatives(embeddings),
-            *_join_negatives(ids),
-            guide=_join_negatives([x.to(device) for x in guide or ()]),
-        )
+        guide_embeddings: list[Tensor | None] = []
+        if guide is not None:
+            guide_embeddings = _join_negatives([x.to(device) for x in guide])
+        loss = loss_fn(*_join_negatives(embeddings), *_join_negatives(ids), guide=guide_embeddings)
         if self.distillation is not None and self._is_training:
             loss = loss + self.distillation(embeddings, labels)
         return loss
@@ -204,7 +210,7 @@ class BankedTextLoss(nn.Module):
 
     @property
     def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss calls this loss again with the embeddings of the largest size."""
+        """True if MatryoshkaLoss calls again, for a smaller size of the first call's embeddings."""
         forward: object = self.model.forward
         return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
@@ -234,8 +240,9 @@ class BankedTextLoss(nn.Module):
     ) -> list[Tensor | None]:
         """Probe the encoder if it is due, and return the ids of the texts, (n, 2) per column."""
         if len(features) < 2:
-            columns = f"(anchor, positive, ...) columns, got {len(features)}"
-            raise ValueError(f"{type(self).__name__} needs {columns}")
+            raise ValueError(
+                f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
+            )
         if self._is_training and self.settings.bank_size and not self._is_matryoshka_replay:
             self._probe_encoder(features)
         label_ids, scores = split_labels(labels, len(features))
@@ -259,7 +266,7 @@ class BankedTextLoss(nn.Module):
         clock = None
         if self.info_nce is not None:
             clock = self.info_nce.clock
-        # MatryoshkaLoss around a cached loss shrinks what `calculate_loss` receives.
+        # MatryoshkaLoss replaces `calculate_loss` of a cached loss by a decorator that truncates.
         calculate_loss = vars(self).get("calculate_loss")
         shrinks_outputs = isinstance(calculate_loss, CachedLossDecorator)
         if self._probe.encode_if_due(features, clock, self._is_shared, shrinks_outputs):
@@ -277,7 +284,7 @@ class BankedTextLoss(nn.Module):
         return self._guide_embeddings
 
     def _warn_of_missing_texts(self, ids: Sequence[Tensor | None]) -> None:
-        """Warn once of what does not work because the caller passes embeddings alone."""
+        """Warn once of what does not work without texts or their ids."""
         if self.settings.mask_duplicates and any(x is None for x in ids):
             self._warn_once(
                 "duplicates are not masked, as some texts or images have no id; a loss that calls "
@@ -305,7 +312,8 @@ class BankedTextLoss(nn.Module):
 def _join_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Stack the third and later columns, (n, ...) each, to (n, h, ...).
 
-    The stack is None if one of them is missing.
+    The stack is None if one of them is missing; without ids, no duplicates among negatives are
+    masked.
     """
     negatives = [column for column in columns[2:] if column is not None]
     stacked = None
