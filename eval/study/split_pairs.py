@@ -99,17 +99,23 @@ def _pairs_of_part(source: Path, part: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def split_judgements(source: str, output: str, dev: float) -> dict[str, int]:
+def split_judgements(source: str, output: str, dev: float, by_query: bool = False) -> dict[str, int]:
     """Copy a BEIR folder to ``output``, its split `train` parted by document; returns counts of queries.
 
     A query with documents in both parts is asked in `dev` alone, whose documents `train` judges no more.
+
+    Args:
+        by_query: part it by query: documents may be relevant in both parts, as they may be in
+            `train` and `test` of the published set.
     """
     with atomic_folder(output) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         header, *lines = (folder / "qrels" / "train.tsv").read_text(encoding="utf-8").splitlines()
         judged = [line.split("\t") for line in lines]
-        asked = {query for query, document, _ in judged if _place(document) >= 1 - dev}
-        held_out = {document for query, document, _ in judged if query in asked}
+        asked = {query for query, document, _ in judged if _place(query if by_query else document) >= 1 - dev}
+        held_out = set()
+        if not by_query:
+            held_out = {document for query, document, _ in judged if query in asked}
         parts = {
             "train": [row for row in judged if row[0] not in asked and row[1] not in held_out],
             "dev": [row for row in judged if row[0] in asked],
@@ -144,6 +150,7 @@ if __name__ == "__main__":
     parser.add_argument("pairs", help="pairs in any format that `contaccum train` reads")
     parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders; or a BEIR folder")
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
+    parser.add_argument("--by_query", action="store_true", help="of a BEIR folder: hold out queries, not documents")
     parser.add_argument("--whole_corpus", metavar="FOLDER", help="the same as one BEIR folder, over all passages")
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
     options = parser.parse_args()
@@ -151,7 +158,7 @@ if __name__ == "__main__":
         if Path(options.output).exists():
             raise DataError(f"{options.output}: exists already; choose another folder or remove it")
         if is_beir_folder(options.pairs):
-            split = split_judgements(options.pairs, options.output, options.dev)
+            split = split_judgements(options.pairs, options.output, options.dev, options.by_query)
         else:
             split = split_pairs(options.pairs, options.output, options.dev, options.test)
             if options.whole_corpus:
