@@ -1,12 +1,13 @@
 """The scripts for studies: what they write is what training and evaluation read."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 from programs import ROOT, run_program
 from sample_texts import sentences
-from small_data import write_lines
+from small_data import write_judged_places, write_lines
 from transformers import AutoModel
 
 from contaccum.data import load_beir_folder, load_training_data
@@ -107,3 +108,20 @@ def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(tiny_model_
     assert a.shape == (64, 64) and a.equal(b) and not a.equal(c)
     with pytest.raises(SystemExit, match="no bert of 99 layers"):
         made("deep", "--layers", 99)
+
+
+def test_the_check_of_the_query_side_skips_cells_that_are_done(tmp_path, tiny_model_path, capsys):
+    data = write_judged_places(tmp_path / "data", train=True)
+    shutil.copy(data / "qrels" / "test.tsv", data / "qrels" / "dev.tsv")
+    results = tmp_path / "results"
+    options = ["--name", "places", "--model", tiny_model_path, "--work", tmp_path / "work", "--output", results]
+    options += ["--arms", "query_full_corpus", "--rates", "1e-2", "--updates", "2", "--seeds", "0"]
+    run_program("eval/study/query_side.py", data, *options)
+    cell = results / "places-query_full_corpus-1e-2-0.json"
+    record = json.loads(cell.read_text())
+    assert record["updates"] == 2 and record["pairs"] == 36 and 0 < record["scores"]["test"] <= 1
+    assert record["git_commit"] and str(tmp_path) not in cell.read_text()
+    before = cell.stat().st_mtime_ns
+    run_program("eval/study/query_side.py", data, *options)
+    assert cell.stat().st_mtime_ns == before
+    assert "places-query_full_corpus-1e-2-0" in capsys.readouterr().out

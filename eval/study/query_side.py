@@ -1,6 +1,6 @@
 """The first check of query-side training: a grid of runs on one data set, a JSON file for each.
 
-    python eval/study/split_pairs.py contaccum/data/scifact runs/scifact --dev 0.2
+    python eval/study/split_pairs.py contaccum/data/scifact runs/scifact --dev 0.19 --by_query
     python eval/study/query_side.py runs/scifact --name scifact --model MODEL \\
         --output benchmarks/query_side --work runs/query_side
 
@@ -37,17 +37,13 @@ from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
 METRIC = "ndcg@10"
 PAIRS_PER_UPDATE = 128
-UPDATES = 24
 COMMON = {
-    "max_steps": UPDATES,
     "total_train_batch_size": PAIRS_PER_UPDATE,
     "temperature": 0.05,
     "lr_scheduler_type": "linear",
     "warmup_steps": 2,
     "weight_decay": 0.01,
     "dropout": 0.0,
-    "query_max_length": 64,
-    "passage_max_length": 256,
     "save_strategy": "no",
     "logging_steps": 4,
     "disable_tqdm": "true",
@@ -74,25 +70,31 @@ ARMS = {
 }
 
 
-def main() -> None:
-    """Do the cells that are missing, and print the table."""
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="a BEIR folder with train, dev and test")
     parser.add_argument("--name", required=True, help="of the data, in names of results")
     parser.add_argument("--model", required=True)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rates", nargs="+", help="of all arms; default: a ladder for each")
+    parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, required=True, help="folder of stores and models")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Do the cells that are missing, and print the table."""
+    args = parse_arguments()
     haystack = {split: load_beir_folder(args.data, split) for split in ("dev", "test")}
     train = load_beir_folder(args.data, "train")
     stores = make_stores(args, train, haystack)
     score_base(args, haystack, stores["haystack"])
     for name in args.arms:
         arm = ARMS[name]
-        for rate in arm.rates:
+        for rate in args.rates or arm.rates:
             run_cell(args, name, rate, args.seeds[0], haystack, stores)
         best_rate = choose_rate(args, name)
         for seed in args.seeds[1:]:
@@ -152,7 +154,8 @@ def run_cell(
         return
     arm = ARMS[name]
     folder = args.work / result_file.stem
-    settings = {**COMMON, **arm.settings, "learning_rate": rate, "seed": seed}
+    settings = {**COMMON, **arm.settings, "max_steps": args.updates}
+    settings |= {"learning_rate": rate, "seed": seed}
     if arm.store is not None:
         settings["passage_store"] = stores[arm.store]
     settings |= {"model": args.model, "train_data": args.data, "output_dir": folder}
@@ -233,7 +236,7 @@ def cpu_seconds_of_children() -> float:
 def choose_rate(args: argparse.Namespace, name: str) -> str:
     """Return the rate with the best dev score of the first seed."""
     scores = {}
-    for rate in ARMS[name].rates:
+    for rate in args.rates or ARMS[name].rates:
         file = args.output / f"{args.name}-{name}-{rate}-{args.seeds[0]}.json"
         scores[rate] = json.loads(file.read_text(encoding="utf-8"))["scores"]["dev"]
     return max(scores, key=lambda rate: scores[rate])
