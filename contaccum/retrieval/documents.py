@@ -52,6 +52,10 @@ class StoreDocuments:
     def __len__(self) -> int:
         return len(self._text_ids)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoreDocuments:
+        # A trial of a micro-batch copies the loss; documents do not change, and may be gigabytes.
+        return self
+
     @property
     def fingerprint(self) -> str:
         """Hash, in hex, of the store and of the documents that were added."""
