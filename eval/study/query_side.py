@@ -169,10 +169,13 @@ def run_cell(
     cpu_seconds = cpu_seconds_of_children() - cpu_before
     log_lines = (folder / "train_log.jsonl").read_text(encoding="utf-8").splitlines()
     log = [json.loads(line) for line in log_lines]
-    documents = StoreDocuments(EmbeddingStore.open(stores["haystack"]))
-    scores = {}
-    for split, dataset in haystack.items():
-        scores[split] = score(folder, dataset, None if arm.store is None else documents)
+    whole = stores["haystack"]
+    if arm.store is None:  # its documents have moved
+        whole = folder / "haystack"
+        trained = DualEncoder.from_pretrained(folder, device="cpu")
+        CorpusEncoder(trained, args.name, args.data, whole, overwrite=True).encode()
+    documents = StoreDocuments(EmbeddingStore.open(whole))
+    scores = {split: score(folder, dataset, documents) for split, dataset in haystack.items()}
     run_record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     write_json(
         result_file,
@@ -219,8 +222,8 @@ def score_base(args: argparse.Namespace, haystack: dict[str, BeirDataset], whole
     write_json(result_file, result)
 
 
-def score(model: Any, dataset: BeirDataset, documents: StoreDocuments | None) -> float:
-    """Score a model on a split; with ``documents`` its document tower stood still."""
+def score(model: Any, dataset: BeirDataset, documents: StoreDocuments) -> float:
+    """Score a model on a split; its document tower encoded the ``documents``."""
     evaluator = RetrievalEvaluator(dataset, [METRIC])
     evaluator.documents = documents
     encoder = DualEncoder.from_pretrained(model, device="cpu")
