@@ -110,6 +110,7 @@ def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(tiny_model_
         made("deep", "--layers", 99)
 
 
+@pytest.mark.long
 def test_the_check_of_the_query_side_skips_cells_that_are_done(tmp_path, tiny_model_path, capsys):
     data = write_judged_places(tmp_path / "data", train=True)
     shutil.copy(data / "qrels" / "test.tsv", data / "qrels" / "dev.tsv")

@@ -138,7 +138,11 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+# Compiling takes most of a minute; test_a_compiled_model_trains_as_one_that_is_not compiles for every change.
+MARKS = {"torch.compile": [pytest.mark.long]}
+
+
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MARKS.get(part, [])) for part in PARTS])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_trains_with_a_part_of_the_stack_where_the_table_says_so_and_else_does_not(
     name, part, tiny_tokenizer, tiny_config, tmp_path

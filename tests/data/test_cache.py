@@ -166,7 +166,7 @@ print(len(data.dataset), anonymous() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_memory_grows_by_few_bytes_for_each_pair(tmp_path, folder):
     records = [{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(60_000)]
