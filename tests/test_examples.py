@@ -108,6 +108,7 @@ def test_continue_and_compare_goes_on_from_a_checkpoint_to_the_same_end(run_exam
     assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
 
 
+@pytest.mark.long
 def test_the_notebook_ends_with_a_search(beir, tiny_model_path, tmp_path):
     notebook = nbformat.read(FOLDER / "pairs_to_index.ipynb", as_version=4)
     (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))

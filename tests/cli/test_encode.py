@@ -91,7 +91,7 @@ def test_precision_and_dtype_are_separate_choices(root, whole, tmp_path):
     np.testing.assert_array_equal(bits, np.where(exact[:] > 0, 1, -1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
     words = ["encode", root / "model", "--corpus", root / "beir" / "corpus.jsonl", "--output", tmp_path / "s"]
     words += ["--no_progress", "--shard_size", "16"]

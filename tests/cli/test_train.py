@@ -167,7 +167,7 @@ def test_it_distils_what_was_mined_with_a_teacher(train, tmp_path):
     assert all(line["distill_loss"] > 0 for line in read_lines(tmp_path / "out" / "train_log.jsonl"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, train, tmp_path):
     """By the line of docs/scaling.md for one host."""
     page = (DOCS / "scaling.md").read_text()

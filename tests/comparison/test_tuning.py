@@ -147,7 +147,7 @@ def in_this_process(jobs: Any, *args: Any) -> dict[str, str]:
     return {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_method_is_tuned_on_dev_then_run_at_its_best_and_nothing_is_done_twice(
     tokens, place, tmp_path, capsys, monkeypatch
 ):

@@ -17,7 +17,7 @@ from contaccum.errors import UserError
 from contaccum.training.arguments import DEEPSPEED
 from contaccum.training.engines import refuse_code
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 needs_deepspeed = pytest.mark.skipif(not is_deepspeed_available(), reason="DeepSpeed is not installed")
 ZERO = [pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3")]
 NORMS = ("grad_norm_query", "grad_norm_passage")
