@@ -25,7 +25,7 @@ def train_query_tower_alone(model: SentenceTransformer) -> None:
         ConfigError: for a model whose towers share some weights and not others.
     """
     if is_tied(model):
-        _untie(model)
+        untie(model)
     query_tower = tower(model, "query")
     document_tower = tower(model, "document")
     document_tower.requires_grad_(False)
@@ -47,7 +47,7 @@ def add_query_adapter(
     Arguments and errors are those of `contaccum.encoders.adapters.add_adapter`.
     """
     if is_tied(model):
-        _untie(model)
+        untie(model)
     document_tower = tower(model, "document")
     document_tower.requires_grad_(False)
     query_tower = tower(model, "query")
@@ -55,8 +55,8 @@ def add_query_adapter(
     adapters.share_equal_frozen_weights(adapters.backbones(model))
 
 
-def _untie(model: SentenceTransformer) -> None:
-    """Replace the modules of a tied model by a Router with a copy of them for queries."""
+def untie(model: SentenceTransformer) -> None:
+    """Replace the modules of a tied model by a Router with a copy of them for queries, in place."""
     if isinstance(model[0], Router):
         raise ConfigError("this model has a Router whose routes are one tower: load it untied")
     document_modules: list[nn.Module] = list(model.children())

@@ -31,12 +31,11 @@ class StoreDocuments:
 
     Args:
         store: holds documents.
-        similarity: ``"cos"`` or ``"dot"``; None: the store's own.
     """
 
-    def __init__(self, store: EmbeddingStore, similarity: str | None = None) -> None:
+    def __init__(self, store: EmbeddingStore) -> None:
         self.store = store
-        self.similarity = similarity or store.similarity
+        self.similarity: str = store.similarity
         self.dimension: int = store.shape[1]
         self._added = np.empty((0, self.dimension), dtype=np.float32)
         self._set_texts(store.text_ids())

@@ -87,8 +87,8 @@ def refuse_alone(settings: Any, needs: Mapping[str, str], others: Any = None) ->
     """
     for name, needed in needs.items():
         value = getattr(settings, name)
-        default = settings.__dataclass_fields__[name].default
-        if value != default and not getattr(others or settings, needed):
+        is_default = value == _default_of(settings.__dataclass_fields__[name])
+        if not is_default and not getattr(others or settings, needed):
             raise ConfigError(
                 f"{name}={value} without {needed}: it does nothing. Set {needed}, or drop {name}"
             )
@@ -233,7 +233,7 @@ class ContAccumTrainingArguments(
         defaults = self.__dataclass_fields__
         if self.method != "query_side":
             for name in QUERY_SIDE_SETTINGS:
-                if getattr(self, name) != defaults[name].default:
+                if getattr(self, name) != _default_of(defaults[name]):
                     raise ConfigError(
                         f"{name}={getattr(self, name)} with method={self.method}: it is for "
                         "query_side. Drop it"

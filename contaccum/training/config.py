@@ -6,7 +6,6 @@ cannot work are refused before anything is loaded.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from sentence_transformers.sentence_transformer.modules import Router
 from sentence_transformers.util import is_sentence_transformer_model
 from transformers import HfArgumentParser
 
@@ -22,7 +20,7 @@ from contaccum.data import TrainingSets, load_training_sets
 from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import require_model
-from contaccum.encoders.query_tower import add_query_adapter
+from contaccum.encoders.query_tower import add_query_adapter, untie
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError, hint, in_our_names, our_name
@@ -354,15 +352,7 @@ def _load_sentence_transformer(arguments: ModelArguments, options: dict[str, Any
     trusted = arguments.trust_remote_code
     model = DualEncoder.from_pretrained(arguments.model, trust_remote_code=trusted, **options)
     if not arguments.tied and is_tied(model):
-        modules = list(model.children())
-        router = Router.for_query_document(modules, copy.deepcopy(modules))  # type: ignore[arg-type]  # Modules
-        prompts = {name: text for name, text in model.prompts.items() if text is not None}
-        model = DualEncoder(
-            modules=[router],
-            prompts=prompts,
-            similarity_fn_name=model.similarity_fn_name,
-            device=options["device"],
-        )
+        untie(model)
     set_max_lengths(model, arguments.query_max_length, arguments.passage_max_length)
     if arguments.query_prompt is not None:
         model.prompts["query"] = arguments.query_prompt

@@ -30,7 +30,7 @@ from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.training.arguments import DEFAULT_TEMPERATURE, ContAccumTrainingArguments
+from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.train_data import parts_of
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,7 @@ class QuerySide:
         store = _open_store(args, model)
         _check_similarity(args, store)
         self.documents = StoreDocuments(store)
-        temperature = args.temperature
-        if temperature is None:
-            temperature = DEFAULT_TEMPERATURE[self.documents.similarity]
+        temperature = args.loss_settings(self.documents.similarity)["temperature"]
         self.loss = QuerySideLoss(model, self.documents, scale=1.0 / temperature)
         self.dataset = _settle_missing(self.documents, model, train_dataset, args.missing)
         self.eval_dataset = _settle_missing(self.documents, model, eval_dataset, args.missing)
@@ -124,23 +122,20 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
     What an earlier start of the same run has encoded is used again.
     """
     if args.passage_store is not None:
-        store = EmbeddingStore.open(args.passage_store)
-    else:
-        folder = Path(str(args.output_dir)) / STORE_FOLDER
-        corpus = Path(str(args.corpus))
-        with args.main_process_first(desc="encoding the corpus"):
-            if args.process_index == 0:
-                base_model = getattr(model.model_card_data, "base_model", None)
-                encoder = CorpusEncoder(
-                    model,
-                    str(base_model or "the model of this run"),
-                    corpus,
-                    folder,
-                    batch_size=args.per_device_eval_batch_size,
-                )
-                encoder.encode(show_progress=not args.disable_tqdm)
-        store = EmbeddingStore.open(folder)
-    return store
+        return EmbeddingStore.open(args.passage_store)
+    folder = Path(str(args.output_dir)) / STORE_FOLDER
+    with args.main_process_first(desc="encoding the corpus"):
+        if args.process_index == 0:
+            base_model = getattr(model.model_card_data, "base_model", None)
+            encoder = CorpusEncoder(
+                model,
+                str(base_model or "the model of this run"),
+                Path(str(args.corpus)),
+                folder,
+                batch_size=args.per_device_eval_batch_size,
+            )
+            encoder.encode(show_progress=not args.disable_tqdm)
+    return EmbeddingStore.open(folder)
 
 
 def _settle_missing(
