@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP_FLAGS ?= --disable-pip-version-check -q
 CONSTRAINTS ?= constraints.txt
 DEV := $(VENV)/.installed-dev,demo,lightning
+# For each process of the tests: torch's threads, and those of the tokenizers.
+ONE_THREAD := OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
 # The lowest versions that pyproject.toml allows of the two that the trainer builds on, and what these need of others.
 LOWEST = $(shell sed -nE 's/^ *"((sentence-)?transformers)>=([0-9.]+),.*/\1==\3/p' pyproject.toml)
 LOWEST += tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
@@ -25,7 +27,7 @@ quickstart: $(VENV)/.installed-demo
 
 # For every change. A process per core, each with one thread and whole files of tests: what a file sets up is set up once.
 test: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile -m "not long" $(PYTEST_ARGS)
 
 # These few packages in a folder of their own, which comes before the environment's; the tests that lean most on them.
 $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
@@ -34,7 +36,7 @@ $(VENV)-lowest/.installed: pyproject.toml Makefile | $(DEV)
 	touch $@
 
 test-lowest: $(DEV) $(VENV)-lowest/.installed
-	PYTHONPATH=$(abspath $(VENV)-lowest) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) \
+	PYTHONPATH=$(abspath $(VENV)-lowest) $(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS) \
 		tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py tests/test_loops.py tests/encoders/test_adapters.py \
 		tests/training/test_updates.py --deselect tests/encoders/test_adapters.py::test_what_is_not_installed_is_named
 
@@ -44,7 +46,7 @@ test-newest:
 
 # Before an issue is called done: the long ones as well (fuzzing, twenty kills, SciFact at full size).
 test-all: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

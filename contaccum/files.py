@@ -245,14 +245,26 @@ def redact(content: Any) -> Any:
 
     In a text, or in every text of a structure of dicts, lists and tuples, keys included.
     """
+    return _redact(content, _credentials())
+
+
+def _credentials() -> list[tuple[str, str]]:
+    """Return name and value of each credential in the environment, the longest first."""
+    credentials = []
+    for name, value in os.environ.items():
+        # A shorter value would blank half of what is said, and a path says where a key lies.
+        if len(value) >= 8 and _SECRET_NAMES.search(name) and not os.path.exists(value):
+            credentials.append((name, value))
+    return sorted(credentials, key=lambda credential: -len(credential[1]))
+
+
+def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
     if isinstance(content, dict):
-        return {redact(key): redact(value) for key, value in content.items()}
+        return {_redact(key, credentials): _redact(value, credentials) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return type(content)(map(redact, content))
+        return type(content)(_redact(item, credentials) for item in content)
     if not isinstance(content, str):
         return content
-    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
-        # A shorter value would blank half of what is said, and a path says where a key lies.
-        if len(value) >= 8 and value in content and _SECRET_NAMES.search(name) and not os.path.exists(value):
-            content = content.replace(value, f"<{name}>")
+    for name, value in credentials:
+        content = content.replace(value, f"<{name}>")
     return _IN_URL.sub(r"\1***@", content)

@@ -1,14 +1,31 @@
 """Tiny models and a cache that all tests may use, and a seed for each."""
 
+import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 from small_data import write_training_and_beir_data
 from tiny_models import bert_config, word_tokenizer
 from transformers import AutoModel, BertConfig, BertTokenizerFast, set_seed
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported: accelerate has it look at everything when a run starts."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _templates_are_compiled_once() -> Iterator[None]:
+    """huggingface_hub compiles the template of the model card again for each model that is saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2.Environment, "compile", functools.cache(jinja2.Environment.compile))
+        yield
 
 
 @pytest.fixture(autouse=True)

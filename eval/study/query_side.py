@@ -135,7 +135,7 @@ def write_part(whole: Path, folder: Path, model: DualEncoder, dataset: BeirDatas
     passages = []
     for name in names:
         document = dataset.corpus[name]
-        passages.append((name, document.get("title") or "", document["text"]))
+        passages.append((name, document["title"], document["text"]))
     identity = encoding_identity(model, "document", "float32", "float32", 50_000)
     StoreWriter(folder, identity, {"model_name": "part of the corpus"}).fill(passages, look_up)
 

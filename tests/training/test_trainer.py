@@ -250,7 +250,8 @@ def test_matryoshka_dims_keep_a_bank_for_each_size_and_train_as_the_wrapped_loss
         trainer_in(tmp_path / "more", matryoshka_dims=[32])
 
 
-@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_compiled_model_trains_as_one_that_is_not(tmp_path, tied):
     runs = []
     for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
