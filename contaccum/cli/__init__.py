@@ -20,6 +20,7 @@ from contaccum.files import redact
 COMMANDS = {
     "quickstart": "train a small encoder on SciFact and score it before and after",
     "new": "look at your training data and write a config for it",
+    "split": "hold out dev and test sets from your training data",
     "train": "train a retriever from a YAML config and overrides",
     "evaluate": "score a model on BEIR data with FAISS",
     "mine": "find hard negatives for training data",

@@ -3,12 +3,11 @@
 
 from contaccum.data.beir import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split, load_beir_folder
 from contaccum.data.dataset import TrainingSets, load_training_data, load_training_sets, parse_training_sets
+from contaccum.data.questions import Questions, load_questions
 from contaccum.data.readers import (
     DATA_FORMATS,
     Passage,
-    Questions,
     Record,
-    load_questions,
     parse_columns,
     read_passages,
     read_records,

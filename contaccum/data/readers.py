@@ -1,4 +1,4 @@
-"""One call for every format: training records and passages of a corpus, one at a time, and questions with answers.
+"""One call for every format: training records and passages of a corpus, one at a time.
 
 The format is told from the content, and the fields of a record by their usual names or by a mapping. How files are
 opened and bad records counted, is for `records`; which positives and negatives an epoch trains on, for `sampling`.
@@ -6,12 +6,10 @@ opened and bad records counted, is for `records`; which positives and negatives 
 
 from __future__ import annotations
 
-import ast
-import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -22,7 +20,7 @@ from contaccum.data.beir import beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.msmarco import read_msmarco
 from contaccum.data.records import Fault, RecordReport, Rows, TextsById, first_of, passage_text, quoted, take, text_of
 from contaccum.errors import ConfigError, DataError, check_choice
-from contaccum.files import AnyPath, Fingerprint, fingerprint
+from contaccum.files import AnyPath, fingerprint
 
 DataFormat = Literal["beir", "dpr", "nemo", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
@@ -210,6 +208,8 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         return "csv"
     if head.split(b"\n")[0].count(b"\t") == 2:
         return "msmarco"
+    if not head:
+        raise DataError(records.one_line(f"{path}: is empty"))
     what = f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
     raise DataError(records.one_line(f"{path}: {what} (set --data_columns or --data_format)"))
 
@@ -404,46 +404,3 @@ def _passage(record: str | Mapping[str, Any]) -> Passage:
     if not passage.passage:
         raise Fault("empty passage", quoted(passage.id))
     return passage
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Questions with their answers. Ids are `question-N`, N being the place among those that are used, from 1."""
-
-    texts: dict[str, str]  # by id
-    answers: dict[str, list[str]]  # by id, one at least
-    fingerprint: str  # sha256, in hex, of texts and answers
-    report: RecordReport = field(repr=False, compare=False)
-
-
-def load_questions(path: AnyPath, on_bad_record: records.OnBadRecord = "stop") -> Questions:
-    """Read a file of questions with answers, plain or gzip.
-
-    DPR's `nq-test.qa.csv` and others (a question, a tab, a Python list of answers; no header), jsonl (as published with
-    NQ open). Of a JSON record, `question` (or `query`) is the question and
-    `answers` (or `answer`) a text or a list of texts. Raises `DataError`.
-    """
-    report = RecordReport(on_bad_record)
-    rows = records.read_json_lines(path) if records.first_bytes(path).startswith(b"{") else records.read_lines(path)
-    texts, answers, content = {}, {}, Fingerprint()
-    for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
-        texts[f"question-{number}"], answers[f"question-{number}"] = text, listed
-        content.add(text, *listed, "")
-    return Questions(texts, answers, content.hex(), report)
-
-
-def _question(row: str | dict[str, Any]) -> tuple[str, list[str]]:
-    if isinstance(row, str):
-        cells = next(csv.reader([row], delimiter="\t"), [])
-        if len(cells) != 2:
-            raise Fault("not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
-        try:
-            # Literals only: nothing of the file is run.
-            row = {"question": cells[0], "answers": ast.literal_eval(cells[1].strip())}
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise Fault("answers are not a list", f"found {quoted(cells[1])}") from None
-    text, answers = text_of(first_of(row, ("question", "query")), "question"), first_of(row, ("answers", "answer"))
-    listed = [answers] if isinstance(answers, str) else answers
-    if not isinstance(listed, (list, tuple)) or not listed:
-        raise Fault("no answers", f"found {quoted(answers)}")
-    return text, [text_of(answer, "answer") for answer in listed]

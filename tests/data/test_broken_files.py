@@ -65,7 +65,7 @@ def changed(put_folder: Any, part: str, content: str | bytes, append: bool = Fal
 # Nothing there, or something else than data
 case("missing file", lambda folder: folder / "none.jsonl", r"none\.jsonl: no such file", None)
 case("directory without data", lambda folder: folder, r": a folder without any of corpus\.jsonl", None)
-case("empty file", file("a.jsonl.gz", b""), r"a\.jsonl\.gz: neither JSON nor a table", None)
+case("empty file", file("a.jsonl.gz", b""), r"a\.jsonl\.gz: is empty", None)
 case("empty array", file("dpr.json", b"[]"), r"dpr\.json: no records left to use; 0 records", None)
 
 # Compression and characters

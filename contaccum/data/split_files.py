@@ -1,0 +1,166 @@
+"""The files of a split: ``train.jsonl``, and a BEIR folder with a haystack for dev and test each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from contaccum.data.beir import BeirDataset
+from contaccum.data.near_duplicates import normalise
+from contaccum.data.readers import Passage, Record, read_passages
+from contaccum.data.records import RecordReport, quoted
+from contaccum.errors import DataError
+from contaccum.files import AnyPath, write_text
+
+
+def write_train(path: Path, parts: Mapping[str, Sequence[Record]]) -> int:
+    """Write the training records, without hard negatives that are positives of held-out queries.
+
+    Args:
+        parts: the records of "train", "dev" and "test".
+
+    Returns:
+        The number of hard negatives that are left out.
+    """
+    held_out: set[str] = set()
+    for record in (*parts["dev"], *parts["test"]):
+        held_out.update(normalise(positive) for positive in record.positives)
+    num_left_out = 0
+    lines = []
+    for record in parts["train"]:
+        allowed_record = _without_negatives(record, held_out)
+        num_left_out += len(record.negatives) - len(allowed_record.negatives)
+        lines.append(json_line(allowed_record))
+    write_text(path, lines)
+    return num_left_out
+
+
+def _without_negatives(record: Record, passages: set[str]) -> Record:
+    """Return a record without the hard negatives that are among some normalised passages."""
+    negatives = []
+    negative_scores = []
+    for position, negative in enumerate(record.negatives, start=len(record.positives)):
+        if normalise(negative) not in passages:
+            negatives.append(negative)
+            if record.scores is not None:
+                negative_scores.append(record.scores[position])
+    scores = record.scores
+    if scores is not None:
+        scores = scores[: len(record.positives)] + negative_scores
+    return record._replace(negatives=negatives, scores=scores)
+
+
+def json_line(record: Record) -> str:
+    """Return a training record as a line that `contaccum.data.read_records` reads."""
+    positives = record.positives
+    content: dict[str, object] = {"query": record.query}
+    content["positive"] = positives[0] if len(positives) == 1 else positives
+    if record.negatives:
+        content["negatives"] = record.negatives
+    if record.scores is not None:
+        content["scores"] = record.scores
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def read_haystack(corpus: AnyPath, report: RecordReport) -> Iterator[Passage]:
+    """Yield the documents of a corpus; raises `DataError` for an id that occurs twice."""
+    ids: set[str] = set()
+    for document in read_passages(corpus, report):
+        if document.id in ids:
+            raise DataError(f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two")
+        ids.add(document.id)
+        yield document
+
+
+def sample_haystack(side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int) -> Iterator[Passage]:
+    """Yield the passages of a side's records, and a sample of the others if they are too few.
+
+    Args:
+        parts: the records of every side.
+        size: passages that there are at least, if the data have so many.
+    """
+    haystack = _passages_of(parts[side])
+    others: dict[str, str] = {}
+    for records in parts.values():
+        others |= _passages_of(records)
+    names = others.keys() - haystack.keys()
+    for text in sorted(names, key=lambda text: _hash(f"{seed}:{text}")):
+        if len(haystack) >= size:
+            break
+        haystack[text] = others[text]
+    for text, passage in haystack.items():
+        yield Passage(_document_id(text), "", passage)
+
+
+def _passages_of(records: Iterable[Record]) -> dict[str, str]:
+    """Return the positives and negatives of some records by their normalised texts."""
+    passages: dict[str, str] = {}
+    for record in records:
+        for passage in (*record.positives, *record.negatives):
+            passages.setdefault(normalise(passage), passage)
+    return passages
+
+
+def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passage]) -> int:
+    """Write a BEIR folder with the split ``test``; return its number of documents.
+
+    All documents that equal a positive of a query, after case and white space, are relevant to it.
+    Positives that the haystack lacks are added to it.
+    """
+    positives: dict[str, str] = {}
+    for record in records:
+        for positive in record.positives:
+            positives.setdefault(normalise(positive), positive)
+    ids_of_positive: dict[str, list[str]] = {text: [] for text in positives}
+    documents = []
+    for document in haystack:
+        text = normalise(document.passage)
+        if text in positives:
+            ids_of_positive[text].append(document.id)
+        documents.append(document)
+    for text, ids in ids_of_positive.items():
+        if not ids:
+            document = Passage(_document_id(text), "", positives[text])
+            documents.append(document)
+            ids.append(document.id)
+
+    queries: dict[str, tuple[str, str]] = {}  # id and text, by the normalised text
+    judgements: dict[tuple[str, str], None] = {}  # in order, each once
+    for record in records:
+        query_id, _ = queries.setdefault(normalise(record.query), (f"q{len(queries)}", record.query))
+        for positive in record.positives:
+            for document_id in ids_of_positive[normalise(positive)]:
+                judgements[query_id, document_id] = None
+
+    (folder / "qrels").mkdir(parents=True)
+    write_text(folder / "corpus.jsonl", map(_document_line, documents))
+    query_lines = [json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries.values()]
+    write_text(folder / "queries.jsonl", query_lines)
+    rows = [f"{query}\t{document}\t1\n" for query, document in judgements]
+    write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *rows])
+    return len(documents)
+
+
+def copy_test(test: BeirDataset, folder: Path) -> int:
+    """Copy the corpus, the queries and the test split of a BEIR folder; return its documents."""
+    (folder / "qrels").mkdir(parents=True)
+    for pattern in ("corpus.jsonl*", "queries.jsonl*", "qrels/test.tsv*"):
+        for file in test.path.glob(pattern):
+            shutil.copyfile(file, folder / file.relative_to(test.path))
+    return len(test.corpus)
+
+
+def _document_line(document: Passage) -> str:
+    content = {"_id": document.id, "title": document.title, "text": document.text}
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def _document_id(normalised_text: str) -> str:
+    return _hash(normalised_text)[:16]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

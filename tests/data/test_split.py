@@ -1,0 +1,273 @@
+"""Held-out sets share no text with training: checked with another notion of texts than the product's."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from small_data import read_lines, write_beir, write_lines
+
+from contaccum.cli import main
+from contaccum.data import load_beir_folder
+from contaccum.data.readers import Source
+from contaccum.data.records import RecordReport
+from contaccum.data.split import SplitSettings, read_split, split_data
+from contaccum.errors import ConfigError, DataError
+
+SHIPPED = Path(__file__).parents[2] / "contaccum" / "data" / "scifact"
+SIDES = ("train", "dev", "test")
+NOUNS = ("cell", "gene", "mouse", "virus", "protein", "tissue", "artery", "neuron", "tumour", "enzyme")
+VERBS = ("inhibits", "promotes", "regulates", "requires", "destroys", "expresses", "transports")
+
+
+def claim(generator: random.Random, words: int = 9) -> str:
+    return " ".join(generator.choice(NOUNS if i % 2 else VERBS) + str(generator.randrange(40)) for i in range(words))
+
+
+def claims_with_repeats() -> list[dict[str, str]]:
+    """Claims of SciFact and their abstracts, and repeats of a sixth of them: in other letters, or one word longer."""
+    dataset = load_beir_folder(SHIPPED, "train")
+    records = []
+    for query, judged in dataset.qrels.items():
+        for name in judged:
+            document = dataset.corpus[name]
+            records.append({"query": dataset.queries[query], "positive": f"{document['title']} {document['text']}"})
+    generator = random.Random(1)
+    for number, record in enumerate(generator.sample(records, len(records) // 6)):
+        query = record["query"]
+        repeats = (query.upper(), "  " + query.replace(" ", "\t"), f"{query} indeed")
+        # The passage is another one, so that the query alone tells that the two hang together.
+        records.append({"query": repeats[number % 3], "positive": claim(generator, 60)})
+    generator.shuffle(records)
+    return records
+
+
+def folded(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def words_of(text: str) -> frozenset[str]:
+    return frozenset(re.findall("[a-z0-9]+", text.lower()))
+
+
+def texts_by_side(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
+    """Queries and relevant passages of each side of a split."""
+    rows = read_lines(folder / "train.jsonl")
+    passages = []
+    for row in rows:
+        passages += [row["positive"]] if isinstance(row["positive"], str) else row["positive"]
+    sides = {"train": ([row["query"] for row in rows], passages)}
+    for side in ("dev", "test"):
+        dataset = load_beir_folder(folder / side, "test")
+        documents = {name for judged in dataset.qrels.values() for name in judged}
+        relevant = [" ".join(dataset.corpus[name].values()) for name in documents]
+        sides[side] = (list(dataset.queries.values()), relevant)
+    return sides
+
+
+def nearly_equal_across(sides: dict[str, tuple[list[str], list[str]]], kind: int) -> list[tuple[str, str]]:
+    """Pairs of texts on two sides that have nine tenths of their words in common."""
+    found = []
+    for one, other in (("train", "dev"), ("train", "test"), ("dev", "test")):
+        others = [(text, words_of(text)) for text in sides[other][kind]]
+        for text in sides[one][kind]:
+            words = words_of(text)
+            for other_text, other_words in others:
+                if len(words & other_words) >= 0.9 * len(words | other_words):
+                    found.append((text, other_text))
+    return found
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("planted")
+    records = claims_with_repeats()
+    split_data(Source(write_lines(folder / "pairs.jsonl", records)), folder / "split")
+    return folder, records
+
+
+def test_no_claim_and_no_abstract_lies_on_two_sides_though_a_sixth_is_repeated(planted):
+    folder, records = planted
+    sides = texts_by_side(folder / "split")
+    assert nearly_equal_across(sides, 0) == []
+    assert nearly_equal_across(sides, 1) == []
+    split = read_split(folder / "split")
+    distinct = {" ".join(record["query"].lower().split()) for record in records}
+    assert split.train + split.dev + split.test == len(distinct)  # nothing is lost
+    assert split.near_duplicates > 30  # "indeed" is one more word
+    assert split.dev == pytest.approx(0.1 * len(distinct), abs=3)
+    assert split.test == pytest.approx(0.2 * len(distinct), abs=3)
+
+
+def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path):
+    folder, records = planted
+    pairs = write_lines(tmp_path / "pairs.jsonl", list(reversed(records)))
+    split = split_data(Source(pairs), tmp_path / "split")
+    assert split.fingerprint == read_split(folder / "split").fingerprint
+    here, there = texts_by_side(tmp_path / "split"), texts_by_side(folder / "split")
+    for side in SIDES:
+        for kind in (0, 1):
+            assert set(map(folded, here[side][kind])) == set(map(folded, there[side][kind]))
+    other = split_data(Source(pairs), tmp_path / "other", SplitSettings(seed=1))
+    assert other.fingerprint != split.fingerprint
+    assert set(texts_by_side(tmp_path / "other")["test"][0]) != set(here["test"][0])
+
+
+def test_a_held_out_set_is_searched_among_other_passages_too(planted):
+    folder, _ = planted
+    for side in ("dev", "test"):
+        dataset = load_beir_folder(folder / "split" / side, "test")
+        relevant = {name for judged in dataset.qrels.values() for name in judged}
+        assert len(dataset.corpus) > 3 * len(relevant)
+        assert len({document["text"].lower() for document in dataset.corpus.values()}) == len(dataset.corpus)
+
+
+def pairs_of(count: int, seed: int = 0, **more: object) -> list[dict[str, object]]:
+    generator = random.Random(seed)
+    return [{"query": claim(generator), "positive": claim(generator, 30), **more} for _ in range(count)]
+
+
+def test_folds_have_no_test_query_in_common_and_all_of_them_have_every_query(tmp_path):
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(60))
+    tested: list[str] = []
+    for fold in range(5):
+        folder = tmp_path / str(fold)
+        split = split_data(Source(pairs), folder, SplitSettings(fold=fold))
+        assert (split.test, split.dev) == (12, 6)
+        assert any("few" in warning for warning in split.warnings())
+        tested += texts_by_side(folder)["test"][0]
+    assert len(set(tested)) == len(tested) == 60
+    with pytest.raises(ConfigError, match="folds 0 to 4"):
+        split_data(Source(pairs), tmp_path / "5", SplitSettings(fold=5))
+
+
+def test_sizes_are_shares_or_numbers_and_large_sets_are_cut_off(tmp_path):
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(200))
+    split = split_data(Source(pairs), tmp_path / "split", SplitSettings(dev=0.25, test=30))
+    assert (split.dev, split.test, split.train) == (50, 30, 120)
+    for settings, message in (
+        ({"dev": 1.5}, "dev=1.5"),
+        ({"test": 0}, "test=0"),
+        ({"haystack": -1}, "haystack must be at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SplitSettings(**settings)
+    with pytest.raises(ConfigError, match="leave none to train on"):
+        split_data(Source(pairs), tmp_path / "none", SplitSettings(dev=100, test=100))
+    assert not (tmp_path / "none").exists()
+
+
+def test_records_that_hang_together_in_one_large_group_are_not_parted(tmp_path):
+    """Each passage answers two questions and each question has two passages: a chain through all of the data."""
+    generator = random.Random(0)
+    passages = [claim(generator, 30) for _ in range(51)]
+    chain = [{"query": claim(generator), "positive": passages[i : i + 2]} for i in range(50)]
+    pairs = write_lines(tmp_path / "chain.jsonl", chain)
+    with pytest.raises(DataError, match="the largest group has 50 queries"):
+        split_data(Source(pairs), tmp_path / "split")
+    pairs = write_lines(tmp_path / "mixed.jsonl", chain + pairs_of(100, 1))
+    split = split_data(Source(pairs), tmp_path / "split")
+    assert split.largest_group == 50
+    assert set(passages).isdisjoint(texts_by_side(tmp_path / "split")["test"][1])
+
+
+def test_hard_negatives_that_are_held_out_positives_are_left_out_with_their_scores(tmp_path):
+    records = pairs_of(40)
+    for number, record in enumerate(records):
+        following = records[(number + 1) % len(records)]["positive"]
+        record |= {"negatives": [following.upper(), f"never {number}"], "scores": [3.0, 2.0, 1.0]}
+    split = split_data(Source(write_lines(tmp_path / "pairs.jsonl", records)), tmp_path / "split")
+    rows = read_lines(tmp_path / "split" / "train.jsonl")
+    held_out = {text for side in ("dev", "test") for text in texts_by_side(tmp_path / "split")[side][1]}
+    held_out = {text.strip() for text in held_out}
+    num_left_out = 0
+    for row in rows:
+        assert held_out.isdisjoint(text.lower() for text in row["negatives"])
+        assert row["negatives"][-1].startswith("never")
+        assert row["scores"] == ([3.0, 2.0, 1.0] if len(row["negatives"]) == 2 else [3.0, 1.0])
+        num_left_out += 2 - len(row["negatives"])
+    assert split.negatives_left_out == num_left_out > 0
+
+
+def test_a_corpus_is_the_haystack_and_its_copies_of_a_positive_are_relevant(tmp_path):
+    records = pairs_of(40)
+    corpus = [{"_id": f"d{i}", "title": "", "text": record["positive"]} for i, record in enumerate(records[:30])]
+    corpus += [{"_id": f"copy{i}", "title": "", "text": record["positive"].title()} for i, record in enumerate(records)]
+    corpus += [{"_id": "other", "title": "An", "text": "other one"}]
+    pairs = write_lines(tmp_path / "pairs.jsonl", records)
+    split = split_data(Source(pairs), tmp_path / "split", corpus=write_lines(tmp_path / "corpus.jsonl", corpus))
+    assert split.documents == {"dev": 71, "test": 71}
+    dataset = load_beir_folder(tmp_path / "split" / "test", "test")
+    assert dataset.corpus["other"] == {"title": "An", "text": "other one"}
+    assert {len(judged) for judged in dataset.qrels.values()} <= {1, 2}
+    assert 2 in {len(judged) for judged in dataset.qrels.values()}
+    alone = write_lines(tmp_path / "alone.jsonl", [{"_id": "1", "text": "nothing that is asked for"}])
+    split = split_data(Source(pairs), tmp_path / "alone", corpus=alone)
+    assert split.documents == {"dev": 1 + split.dev, "test": 1 + split.test}
+
+
+def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_left_out(tmp_path):
+    generator = random.Random(0)
+    documents = {f"d{i}": ("", claim(generator, 30)) for i in range(60)}
+    queries = {f"q{i}": claim(generator) for i in range(60)}
+    queries["q50"] = queries["q3"].upper()
+    qrels = [(f"q{i}", f"d{i}", 1) for i in range(60)]
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels[:50])
+    write_beir(tmp_path / "test", documents, queries, qrels[50:], "test")
+    (tmp_path / "test" / "qrels" / "test.tsv").rename(folder / "qrels" / "test.tsv")
+    split = split_data(Source(folder), tmp_path / "split")
+    assert (split.test, split.left_out, split.held_out_by) == (10, 1, "passage")
+    assert load_beir_folder(tmp_path / "split" / "test").qrels == load_beir_folder(folder, "test").qrels
+    sides = texts_by_side(tmp_path / "split")
+    assert queries["q3"] not in sides["train"][0] + sides["dev"][0]
+    assert split.train + split.dev == 49
+    with pytest.raises(ConfigError, match="its own test set stays"):
+        split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
+
+
+def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
+    """Its test claims need abstracts that training claims need too; dev claims of new abstracts would mislead."""
+    split = split_data(Source(SHIPPED), tmp_path / "split")
+    assert (split.held_out_by, split.test) == ("query", 300)
+    sides = texts_by_side(tmp_path / "split")
+    assert nearly_equal_across(sides, 0) == []
+    shared = set(sides["train"][1]) & set(sides["dev"][1])
+    assert len(shared) > 0.2 * len(set(sides["dev"][1]))
+
+
+def test_the_command_says_what_it_held_out_and_train_reads_it(tmp_path, capsys):
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(200))
+    assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 0
+    said = capsys.readouterr().out
+    assert "held out: 20 dev and 40 test queries, split by passage; 140 queries to train on" in said
+    assert len(list(Source(tmp_path / "split" / "train.jsonl").records(RecordReport()))) == 140
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ('{"query": "a", "positive": "b"}\n', "has 1 distinct queries; it takes at least 10"),
+        ('{"query": "a"}\n', "missing positive"),
+    ],
+)
+def test_what_cannot_be_split_gives_one_line_and_leaves_nothing(tmp_path, capsys, content, message):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(content)
+    assert main(["split", str(pairs), str(tmp_path / "split"), "--no_progress"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_a_folder_that_exists_is_not_written_over(tmp_path, capsys):
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(20))
+    (tmp_path / "split").mkdir()
+    assert main(["split", str(pairs), str(tmp_path / "split")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    twice = [{"_id": "1", "text": "a b"}, {"_id": "1", "text": "c d"}]
+    corpus = write_lines(tmp_path / "corpus.jsonl", twice)
+    assert main(["split", str(pairs), str(tmp_path / "new"), "--corpus", str(corpus)]) == 2
+    assert "has the id '1' twice" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
