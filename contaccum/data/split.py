@@ -7,8 +7,7 @@ split is a folder: ``train.jsonl``, and the BEIR folders ``dev`` and ``test``, e
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.grouping import Grouping, group_records, held_out_like
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Record, Source
+from contaccum.data.readers import Passage, Record, Source
 from contaccum.data.records import RecordReport
+from contaccum.data.split_files import text_hash
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, provenance, read_json, write_json
 
@@ -149,8 +149,11 @@ def split_data(
     report = report or RecordReport()
     records = list(data.records(report))
     published_test = _published_test(data, report)
+    corpus_documents = None
     if published_test is not None:
-        corpus = data.path
+        corpus_documents = split_files.haystack_of(published_test)
+    elif corpus is not None:
+        corpus_documents = split_files.read_haystack(corpus, report)
 
     held_out_by = held_out_like(records, published_test)
     grouping = group_records(records, published_test, held_out_by, show_progress)
@@ -162,7 +165,7 @@ def split_data(
 
     with atomic_folder(output) as folder:
         negatives_left_out = split_files.write_train(folder / "train.jsonl", parts)
-        documents = _write_held_out(folder, parts, published_test, corpus, settings, report)
+        documents = _write_held_out(folder, parts, published_test, corpus_documents, settings)
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
@@ -186,9 +189,8 @@ def _write_held_out(
     folder: Path,
     parts: dict[str, list[Record]],
     published_test: BeirDataset | None,
-    corpus: AnyPath | None,
+    corpus_documents: Sequence[Passage] | None,
     settings: SplitSettings,
-    report: RecordReport,
 ) -> dict[str, int]:
     """Write the folders ``dev`` and ``test``; return how many documents each is searched in."""
     documents: dict[str, int] = {}
@@ -196,9 +198,8 @@ def _write_held_out(
         if side == "test" and published_test is not None:
             documents[side] = split_files.copy_test(published_test, folder / side)
             continue
-        if corpus is not None:
-            haystack = split_files.read_haystack(corpus, report)
-        else:
+        haystack = corpus_documents
+        if haystack is None:
             haystack = split_files.sample_haystack(side, parts, settings.haystack, settings.seed)
         documents[side] = split_files.write_beir(folder / side, parts[side], haystack)
     return documents
@@ -238,7 +239,7 @@ def choose_sides(source: AnyPath, grouping: Grouping, sizes: dict[str, int], set
         sides[group] = "train"
         if num_queries <= largest:
             small_groups.append(group)
-    small_groups.sort(key=lambda group: _hash(f"{settings.seed}:{grouping.key_of_group[group]}"))
+    small_groups.sort(key=lambda group: text_hash(f"{settings.seed}:{grouping.key_of_group[group]}"))
 
     num_available = sum(grouping.queries_of_group[group] for group in small_groups)
     num_held_out = sizes["dev"] + sizes["test"]
@@ -263,10 +264,6 @@ def choose_sides(source: AnyPath, grouping: Grouping, sizes: dict[str, int], set
             sides[group] = "dev"
         position += grouping.queries_of_group[group]
     return sides
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _choose_sizes(
@@ -310,7 +307,8 @@ def _published_test(data: Source, report: RecordReport) -> BeirDataset | None:
     """Return the split ``test`` of a BEIR folder that has one."""
     if data.data_format != "beir" or not any(data.path.glob("qrels/test.tsv*")):
         return None
-    return load_beir_folder(data.path, "test", report=report)
+    # Reading the training records has counted the documents already: not once more.
+    return load_beir_folder(data.path, "test", report=RecordReport(report.on_bad_record))
 
 
 def _count_queries(records: Iterable[Record]) -> int:

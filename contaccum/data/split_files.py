@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from contaccum.data.beir import BeirDataset
@@ -65,18 +65,23 @@ def json_line(record: Record) -> str:
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def read_haystack(corpus: AnyPath, report: RecordReport) -> Iterator[Passage]:
-    """Yield the documents of a corpus; raises `DataError` for an id that occurs twice."""
-    ids: set[str] = set()
+def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
+    """Read the documents of a corpus; raises `DataError` for an id that occurs twice."""
+    documents: dict[str, Passage] = {}
     for document in read_passages(corpus, report):
-        if document.id in ids:
+        if document.id in documents:
             raise DataError(f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two")
-        ids.add(document.id)
-        yield document
+        documents[document.id] = document
+    return list(documents.values())
 
 
-def sample_haystack(side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int) -> Iterator[Passage]:
-    """Yield the passages of a side's records, and a sample of the others if they are too few.
+def haystack_of(test: BeirDataset) -> list[Passage]:
+    """Return all documents of a BEIR folder."""
+    return [Passage(name, **document) for name, document in test.corpus.items()]
+
+
+def sample_haystack(side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int) -> list[Passage]:
+    """Return the passages of a side's records, and a sample of the others if they are too few.
 
     Args:
         parts: the records of every side.
@@ -87,12 +92,11 @@ def sample_haystack(side: str, parts: Mapping[str, Sequence[Record]], size: int,
     for records in parts.values():
         others |= _passages_of(records)
     names = others.keys() - haystack.keys()
-    for text in sorted(names, key=lambda text: _hash(f"{seed}:{text}")):
+    for text in sorted(names, key=lambda text: text_hash(f"{seed}:{text}")):
         if len(haystack) >= size:
             break
         haystack[text] = others[text]
-    for text, passage in haystack.items():
-        yield Passage(_document_id(text), "", passage)
+    return [Passage(_document_id(text), "", passage) for text, passage in haystack.items()]
 
 
 def _passages_of(records: Iterable[Record]) -> dict[str, str]:
@@ -130,7 +134,10 @@ def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passa
     queries: dict[str, tuple[str, str]] = {}  # id and text, by the normalised text
     judgements: dict[tuple[str, str], None] = {}  # in order, each once
     for record in records:
-        query_id, _ = queries.setdefault(normalise(record.query), (f"q{len(queries)}", record.query))
+        text = normalise(record.query)
+        if text not in queries:
+            queries[text] = (f"q{len(queries)}", record.query)
+        query_id = queries[text][0]
         for positive in record.positives:
             for document_id in ids_of_positive[normalise(positive)]:
                 judgements[query_id, document_id] = None
@@ -159,8 +166,9 @@ def _document_line(document: Passage) -> str:
 
 
 def _document_id(normalised_text: str) -> str:
-    return _hash(normalised_text)[:16]
+    return text_hash(normalised_text)[:16]
 
 
-def _hash(text: str) -> str:
+def text_hash(text: str) -> str:
+    """Return the sha256 of a text, in hex: an order that does not depend on that of the records."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

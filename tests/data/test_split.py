@@ -225,6 +225,24 @@ def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_lef
         split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
 
 
+def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir_folder_stay(tmp_path):
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(20))
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}])
+    report = RecordReport("skip")
+    split_data(Source(pairs), tmp_path / "split", corpus=corpus, report=report)
+    assert (report.seen, report.reported) == (22, 1)
+
+    generator = random.Random(0)
+    documents = {f"d{i}": ("", claim(generator, 30)) for i in range(20)} | {"empty": ("", "")}
+    queries = {f"q{i}": claim(generator) for i in range(20)}
+    qrels = [(f"q{i}", f"d{i}", 1) for i in range(20)]
+    folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])
+    write_beir(tmp_path / "test", documents, queries, qrels[15:], "test")
+    (tmp_path / "test" / "qrels" / "test.tsv").rename(folder / "qrels" / "test.tsv")
+    split = split_data(Source(folder), tmp_path / "beir_split")
+    assert split.documents == {"dev": 21, "test": 21}
+
+
 def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
     """Its test claims need abstracts that training claims need too; dev claims of new abstracts would mislead."""
     split = split_data(Source(SHIPPED), tmp_path / "split")
