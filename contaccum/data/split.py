@@ -1,8 +1,8 @@
 """Hold out dev and test sets from training data, so that nothing of them is trained on.
 
 Groups of records that hang together (`contaccum.data.grouping`) go whole to train, dev or test. A
-split is a folder: ``train.jsonl``, and the BEIR folders ``dev`` and ``test``, each with the split
-``test``. The same data, sizes and seed give the same split, whatever the order of the records.
+split is a folder: ``train.jsonl``, ``corpus.jsonl`` (documents to contrast training queries with),
+and the BEIR folders ``dev`` and ``test``, each with the split ``test``. The same data, sizes and seed give the same split, whatever the order of the records.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ FEW_TEST_QUERIES = 100
 """With fewer test queries, most differences lie within the interval: the split warns."""
 
 RECORD_FILE = "split.json"
+TRAIN_FILE = "train.jsonl"
+CORPUS_FILE = "corpus.jsonl"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Split:
     dev: int
     test: int
     records: int  # in train.jsonl
-    documents: dict[str, int]  # in the haystack of dev and of test
+    documents: dict[str, int]  # to contrast training queries with, and in the haystack of dev and of test
     groups: int
     largest_group: int
     near_duplicates: int  # texts that hang together with one that is nearly the same
@@ -164,14 +166,17 @@ def split_data(
         parts[sides.get(group, "left out")].append(record)
 
     with atomic_folder(output) as folder:
-        negatives_left_out = split_files.write_train(folder / "train.jsonl", parts)
+        negatives_left_out = split_files.write_train(folder / TRAIN_FILE, parts)
+        corpus_size = split_files.write_training_corpus(
+            folder / CORPUS_FILE, parts, corpus_documents or (), published_test
+        )
         documents = _write_held_out(folder, parts, published_test, corpus_documents, settings)
         split = Split(
             train=_count_queries(parts["train"]),
             dev=_count_queries(parts["dev"]),
             test=len(published_test.qrels) if published_test else _count_queries(parts["test"]),
             records=len(parts["train"]),
-            documents=documents,
+            documents={"train": corpus_size, **documents},
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,

@@ -1,4 +1,4 @@
-"""The files of a split: ``train.jsonl``, and a BEIR folder with a haystack for dev and test each."""
+"""The files of a split: ``train.jsonl``, ``corpus.jsonl``, and a BEIR folder with a haystack for dev and test each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from contaccum.data.beir import BeirDataset
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.readers import Passage, Record, read_passages
-from contaccum.data.records import RecordReport, quoted
+from contaccum.data.records import RecordReport, passage_text, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text
 
@@ -25,9 +25,7 @@ def write_train(path: Path, parts: Mapping[str, Sequence[Record]]) -> int:
     Returns:
         The number of hard negatives that are left out.
     """
-    held_out: set[str] = set()
-    for record in (*parts["dev"], *parts["test"]):
-        held_out.update(normalise(positive) for positive in record.positives)
+    held_out = _positives_of(parts["dev"]) | _positives_of(parts["test"])
     num_left_out = 0
     lines = []
     for record in parts["train"]:
@@ -36,6 +34,50 @@ def write_train(path: Path, parts: Mapping[str, Sequence[Record]]) -> int:
         lines.append(json_line(allowed_record))
     write_text(path, lines)
     return num_left_out
+
+
+def write_training_corpus(
+    path: Path,
+    parts: Mapping[str, Sequence[Record]],
+    documents: Iterable[Passage],
+    test: BeirDataset | None,
+) -> int:
+    """Write the documents that training may use as negatives; return their number.
+
+    These are the positives and hard negatives of the training records, and the ``documents``
+    without positives that only dev or test queries have. Of documents that are equal after case and
+    white space one is written: that of the training records, if there is one.
+
+    Args:
+        parts: the records of "train", "dev" and "test".
+        documents: the corpus; empty where there is none.
+        test: the test set that the data came with.
+    """
+    held_out = _positives_of(parts["dev"]) | _positives_of(parts["test"])
+    if test is not None:
+        for judged in test.qrels.values():
+            for name, grade in judged.items():
+                if grade > 0:
+                    held_out.add(normalise(passage_text(**test.corpus[name])))
+    held_out -= _positives_of(parts["train"])
+    texts = {text: passage for text, passage in _passages_of(parts["train"]).items() if text not in held_out}
+    kept = {text: Passage(_document_id(text), "", passage) for text, passage in texts.items()}
+    for document in documents:
+        text = normalise(document.passage)
+        if text in texts and document.passage == texts[text]:
+            kept[text] = document  # the same text, under the id that the corpus has for it
+        elif text and text not in held_out:
+            kept.setdefault(text, document)
+    write_text(path, map(_document_line, kept.values()))
+    return len(kept)
+
+
+def _positives_of(records: Iterable[Record]) -> set[str]:
+    """Return the normalised positives of some records."""
+    positives = set()
+    for record in records:
+        positives.update(normalise(positive) for positive in record.positives)
+    return positives
 
 
 def _without_negatives(record: Record, passages: set[str]) -> Record:

@@ -196,14 +196,14 @@ def test_a_corpus_is_the_haystack_and_its_copies_of_a_positive_are_relevant(tmp_
     corpus += [{"_id": "other", "title": "An", "text": "other one"}]
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
     split = split_data(Source(pairs), tmp_path / "split", corpus=write_lines(tmp_path / "corpus.jsonl", corpus))
-    assert split.documents == {"dev": 71, "test": 71}
+    assert split.documents == {"train": split.train + 1, "dev": 71, "test": 71}
     dataset = load_beir_folder(tmp_path / "split" / "test", "test")
     assert dataset.corpus["other"] == {"title": "An", "text": "other one"}
     assert {len(judged) for judged in dataset.qrels.values()} <= {1, 2}
     assert 2 in {len(judged) for judged in dataset.qrels.values()}
     alone = write_lines(tmp_path / "alone.jsonl", [{"_id": "1", "text": "nothing that is asked for"}])
     split = split_data(Source(pairs), tmp_path / "alone", corpus=alone)
-    assert split.documents == {"dev": 1 + split.dev, "test": 1 + split.test}
+    assert split.documents == {"train": 1 + split.train, "dev": 1 + split.dev, "test": 1 + split.test}
 
 
 def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_left_out(tmp_path):
@@ -240,7 +240,23 @@ def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir
     write_beir(tmp_path / "test", documents, queries, qrels[15:], "test")
     (tmp_path / "test" / "qrels" / "test.tsv").rename(folder / "qrels" / "test.tsv")
     split = split_data(Source(folder), tmp_path / "beir_split")
-    assert split.documents == {"dev": 21, "test": 21}
+    assert split.documents == {"train": 20 - split.dev - split.test, "dev": 21, "test": 21}
+
+
+def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
+    """SciFact's documents but for the positives of dev and test that no training claim has."""
+    split = split_data(Source(SHIPPED), tmp_path / "split")
+    corpus = {folded(f"{row['title']} {row['text']}") for row in read_lines(tmp_path / "split" / "corpus.jsonl")}
+    sides = texts_by_side(tmp_path / "split")
+    training = {folded(text) for text in sides["train"][1]}
+    held_out = {folded(text) for side in ("dev", "test") for text in sides[side][1]} - training
+    assert training <= corpus
+    assert len(held_out) > 100
+    assert not held_out & corpus
+    whole = load_beir_folder(SHIPPED, "test").corpus
+    texts = {folded(f"{document['title']} {document['text']}") for document in whole.values()}
+    assert corpus == texts - held_out
+    assert split.documents["train"] == len(corpus)
 
 
 def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
