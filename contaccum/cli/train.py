@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
-from pathlib import Path
 from typing import Any
 
 from contaccum.cli.options import Parser
-from contaccum.files import require_writable
 from contaccum.training.options import GROUPS, MOST_USED
 
 
@@ -49,40 +47,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    from tqdm.contrib.logging import logging_redirect_tqdm
-    from transformers import set_seed
-
-    from contaccum.training import checkpoint, config
-    from contaccum.training.log import RUN_RECORD
-    from contaccum.training.query_side import require_sources
-    from contaccum.training.trainer import ContAccumTrainer
+    from contaccum.training import config
+    from contaccum.training.run import train_and_save
 
     model_args, data_args, args = config.parse(argv)
-    output_dir = str(args.output_dir)
-    checkpoint.require_free_folder(args)
-    require_sources(args)
+    train_and_save(model_args, data_args, args)
     if args.process_index == 0:
-        require_writable(Path(output_dir) / RUN_RECORD)
-    with args.main_process_first(desc="reading the data"):  # on each host; the others find it in the cache
-        data = config.load_data(data_args, args)
-        mining_data = config.load_mining_data_of(data_args, args)
-        evaluator = config.load_evaluator(data_args, args)
-    if args.process_index == 0:
-        print(data.summary())
-    set_seed(args.seed)  # before the model: fresh weights are part of the run
-    model = config.load_model(model_args, str(args.device), args.method)
-    about: Any = {"data_record": data.record(), "mining_data": mining_data}
-    about["guide"] = config.load_guide(model_args, device=str(args.device))
-    trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
-    # Messages stand above the progress bar, not in it.
-    loggers = [logging.getLogger(name) for name in (None, "transformers")]
-    with logging_redirect_tqdm(loggers):
-        trainer.train(args.resume_from_checkpoint)
-    trainer.save_model(output_dir)
-    if trainer.is_world_process_zero():
-        if model_args.merge_adapter:
-            config.merge_saved(output_dir, model_args)
-        print(f"saved {output_dir}; score it with: contaccum evaluate {output_dir} --data DIR")
+        print(f"saved {args.output_dir}; score it with: contaccum evaluate {args.output_dir} --data DIR")
     return 0
 
 

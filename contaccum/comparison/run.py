@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import set_seed
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
@@ -33,9 +32,9 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, redact, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.training.arguments import name_of
-from contaccum.training.config import load_data, load_guide, load_mining_data_of, load_model, parse
+from contaccum.training.config import load_data, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
-from contaccum.training.trainer import ContAccumTrainer
+from contaccum.training.run import load_encoder, load_run_data, make_trainer
 
 Job = dict[str, Any]
 
@@ -117,24 +116,22 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     code = provenance()  # of what runs, whatever is changed meanwhile
     folder, evaluation = Path(job["folder"]), job["evaluation"]
     model_args, data_args, args = parse(job["options"])
-    data = load_data(data_args, args)
-    set_seed(args.seed)  # before the model: fresh weights are part of the seed
-    model = load_model(model_args, str(args.device), args.method)
-    initial_weights = model_fingerprint(model)
-    evaluator = None
+    data = load_run_data(data_args, args)
     if evaluation["updates"]:
         args.eval_strategy, args.eval_steps, args.eval_on_start = IntervalStrategy.STEPS, evaluation["updates"], True
         first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
-        evaluator = RetrievalEvaluator(first, [name.lower() for name in METRICS], evaluation["batch_size"], similarity)
-    about: dict[str, Any] = {"data_record": data.record(), "mining_data": load_mining_data_of(data_args, args)}
-    about["guide"] = load_guide(model_args, device=str(args.device))
-    trainer = ContAccumTrainer(model, args, data.dataset, evaluator=evaluator, **about)
+        metrics = [name.lower() for name in METRICS]
+        evaluator = RetrievalEvaluator(first, metrics, evaluation["batch_size"], similarity)
+        data = data._replace(evaluator=evaluator)
+    encoder = load_encoder(model_args, args)
+    initial_weights = model_fingerprint(encoder)
+    trainer = make_trainer(encoder, model_args, args, data)
     trainer.train()
     log = read_log(folder / TRAIN_LOG)
     seconds = [record["seconds"] for record in log]
     ratios = [record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None]
     curve = []
-    for point in read_log(folder / EVAL_LOG) if evaluator else []:
+    for point in read_log(folder / EVAL_LOG) if evaluation["updates"] else []:
         scores = {name: point[f"eval_{name.lower()}"] for name in METRICS}
         curve.append({"update": point["update"], "train_seconds": sum(seconds[: point["update"]]), **scores})
     # In the precision that was asked for, whatever the training's: the model is taken out of mixed precision.
@@ -146,7 +143,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{key: job[key] for key in ("name", "entry", "method", "seed", "labels", "identity")},
         "initial_weights": initial_weights,
-        "data_order": _data_order(args, data),
+        "data_order": _data_order(args, data.training),
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
         "pairs_trained": sum(record["pairs"] for record in log),

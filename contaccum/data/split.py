@@ -2,7 +2,8 @@
 
 Groups of records that hang together (`contaccum.data.grouping`) go whole to train, dev or test. A
 split is a folder: ``train.jsonl``, ``corpus.jsonl`` (documents to contrast training queries with),
-and the BEIR folders ``dev`` and ``test``, each with the split ``test``. The same data, sizes and seed give the same split, whatever the order of the records.
+and the BEIR folders ``dev`` and ``test``, each with the split ``test``. The same data, sizes and
+seed give the same split, whatever the order of the records.
 """
 
 from __future__ import annotations

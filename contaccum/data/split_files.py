@@ -74,7 +74,7 @@ def write_training_corpus(
 
 def _positives_of(records: Iterable[Record]) -> set[str]:
     """Return the normalised positives of some records."""
-    positives = set()
+    positives: set[str] = set()
     for record in records:
         positives.update(normalise(positive) for positive in record.positives)
     return positives
