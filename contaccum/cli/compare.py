@@ -138,10 +138,10 @@ def _tune(
     }
     dev_sets = about_sets(dev_evaluation, "--tune_data")
     folder = args.output_dir / "tune"
-    scores, failed = climb(plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder))
-    tuning = about_tuning(plan, ladder, scores, dev_sets)
+    found = climb(plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder))
+    tuning = about_tuning(plan, ladder, found, dev_sets)
     chosen = {name: group["chosen"] for name, group in tuning["groups"].items()}
-    return with_chosen(plan, ladder.key, chosen), tuning, failed
+    return with_chosen(plan, ladder.key, chosen), tuning, found.failed
 
 
 def _write_report(report: dict[str, Any], folder: Path) -> None:

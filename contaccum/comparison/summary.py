@@ -226,14 +226,23 @@ def _tuning_warnings(context: Mapping[str, Any]) -> list[str]:
         cell = cell_name(group["labels"])
         if group["chosen"] is None:
             text = f"{group['entry']}: every {key} tried failed, so that it has no final runs"
-            detail = cell
-        elif group["at_end"]:
+            details_by_text.setdefault(text, []).append(cell)
+            continue
+        if group["at_end"]:
             text = f"{group['entry']}: its best {key} is at an end of the values tried"
             best = f"{group['chosen']} of {len(group['scores'])}"
-            detail = f"{cell}: {best}" if cell else best
-        else:
-            continue
-        details_by_text.setdefault(text, []).append(detail)
+            details_by_text.setdefault(text, []).append(f"{cell}: {best}" if cell else best)
+        worst = group.get("worst")  # reports of earlier versions have none
+        if worst is not None and worst["low"] <= 0.0:
+            text = (
+                f"{group['entry']}: dev data do not tell its best {key} from the one that scores "
+                "lowest; take more dev queries, or do not read much into the choice"
+            )
+            interval = (
+                f"{group['chosen']} against {worst['value']}: {worst['difference']:+.4f}, 95% "
+                f"{worst['low']:+.4f} to {worst['high']:+.4f}"
+            )
+            details_by_text.setdefault(text, []).append(f"{cell}: {interval}" if cell else interval)
     lines = []
     for text, details in details_by_text.items():
         detail = "; ".join(filter(None, details))

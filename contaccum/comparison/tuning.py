@@ -13,11 +13,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from contaccum.comparison.plan import Plan, refuse_own, tunable, with_value
-from contaccum.comparison.summary import METRICS, Results
+from contaccum.comparison.summary import METRICS, Results, by_query
 from contaccum.errors import ConfigError
-
-Scores = Mapping[str, float | None]
-"""{value as text: its mean score on dev}, None where a run of it failed."""
+from contaccum.tuning.choice import compare_scores
+from contaccum.tuning.ladder import Scores, best_of, next_values
 
 
 class Ladder(NamedTuple):
@@ -57,64 +56,103 @@ def read_ladder(plan: Plan, given: str | None, factor: float, most: int, seeds: 
     return Ladder(key, list(values.values()), factor, most, list(dict.fromkeys(seeds or plan.seeds[:1])))
 
 
-def best_of(scores: Scores) -> str | None:
-    """The value that scores highest; of equal ones one inside what was tried, then the smallest. None: all failed."""
-    tried = sorted(scores, key=float)
-    found = [value for value in tried if scores[value] is not None]
-    return max(found, key=lambda value: (scores[value], value not in (tried[0], tried[-1])), default=None)
+class Climb(NamedTuple):
+    """What the runs of tuning have found.
 
-
-def next_values(ladder: Ladder, scores: Scores) -> list[str]:
-    """What a group needs yet: of the values given those that were not tried, else one beyond a best that is at an end.
-
-    A value that failed is an end: nothing is tried beyond it.
+    Attributes:
+        scores: {group: {value as text: its mean score on dev, None where a run failed}}.
+        query_scores: {group: {value as text: {query: its score, averaged over seeds}}}, of values
+            whose runs have all scored.
+        failed: {name of the run: why}.
     """
-    missing = [value for value in ladder.values if value not in scores]
-    best = best_of(scores)
-    if missing or best is None or len(scores) >= ladder.most:
-        return missing
-    down, up = (float(best) == end(map(float, scores)) for end in (min, max))
-    beyond = float(best) / ladder.factor if down else float(best) * ladder.factor
-    return [f"{float(f'{beyond:.1e}'):.6g}".replace("e-0", "e-")] if down or up else []
+
+    scores: dict[str, dict[str, float | None]]
+    query_scores: dict[str, dict[str, dict[str, float]]]
+    failed: dict[str, str]
 
 
-def climb(
-    plan: Plan, ladder: Ladder, train: Callable[[Plan], tuple[Results, dict[str, str]]]
-) -> tuple[dict[str, dict[str, float | None]], dict[str, str]]:
-    """Tune all groups, in rounds, each with the runs that every group still needs; returns scores and failures by name.
+def climb(plan: Plan, ladder: Ladder, train: Callable[[Plan], tuple[Results, dict[str, str]]]) -> Climb:
+    """Tune all groups, in rounds, each with the runs that every group still needs.
 
     Args:
         train: does what is missing of a plan; gives results and failures by name of the run.
     """
-    scores: dict[str, dict[str, float | None]] = {group.name: {} for group in tunable(plan, ladder.key)}
-    failed: dict[str, str] = {}
-    main = next(iter(METRICS))
-    while wanted := [(name, value) for name, tried in scores.items() for value in next_values(ladder, tried)]:
-        rungs = [(name, value, with_value(plan.groups[name], ladder.key, value)) for name, value in wanted]
-        results, lost = train(plan._replace(seeds=ladder.seeds, groups={group.name: group for *_, group in rungs}))
-        failed |= {f"tune/{name}": why for name, why in lost.items()}
+    names = [group.name for group in tunable(plan, ladder.key)]
+    found = Climb({name: {} for name in names}, {name: {} for name in names}, {})
+    while True:
+        rungs = []
+        for name, tried in found.scores.items():
+            for value in next_values(ladder.values, ladder.factor, ladder.most, tried):
+                rungs.append((name, value, with_value(plan.groups[name], ladder.key, value)))
+        if not rungs:
+            return found
+        groups = {group.name: group for _, _, group in rungs}
+        results, failed = train(plan._replace(seeds=ladder.seeds, groups=groups))
+        found.failed.update({f"tune/{run}": why for run, why in failed.items()})
         for name, value, group in rungs:
-            runs = [results.get(group.run(seed)) for seed in ladder.seeds]
-            found = [one["metrics"][main] for run in runs if run for one in run["evaluations"].values()]
-            scores[name][value] = fmean(found) if all(runs) else None
-    return scores, failed
+            runs = [results[group.run(seed)] for seed in ladder.seeds if group.run(seed) in results]
+            found.scores[name][value] = None
+            if len(runs) == len(ladder.seeds):
+                found.scores[name][value] = _mean_score(runs)
+                found.query_scores[name][value] = _query_scores(runs)
 
 
-def about_tuning(
-    plan: Plan, ladder: Ladder, scores: Mapping[str, Scores], sets: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """What a report says of it: the ladder, all values ``tried``, the data, each group's scores and chosen value."""
+def _mean_score(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean of the main metric over runs and data sets."""
+    metric = next(iter(METRICS))
+    scores = []
+    for run in runs:
+        for evaluation in run["evaluations"].values():
+            scores.append(evaluation["metrics"][metric])
+    return fmean(scores)
+
+
+def _query_scores(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return {data set and query: its score by the main metric, averaged over runs}."""
+    metric = next(iter(METRICS))
+    scores = {}
+    for data in runs[0]["evaluations"]:
+        evaluations = [run["evaluations"][data] for run in runs]
+        for query, score in by_query(evaluations, metric).items():
+            scores[f"{data} {query}"] = score
+    return scores
+
+
+def about_tuning(plan: Plan, ladder: Ladder, found: Climb, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a report says of the tuning.
+
+    That is the ladder, all values ``tried``, the data, and of each group the scores, the chosen
+    value, and ``worst``: how far the chosen value is from the one that scores lowest.
+    """
     groups = {}
-    for name, tried in scores.items():
-        group, chosen, ordered = plan.groups[name], best_of(tried), sorted(tried, key=float)
+    for name, tried in found.scores.items():
+        group = plan.groups[name]
+        chosen = best_of(tried)
+        ordered = sorted(tried, key=float)
         groups[name] = {
             "entry": group.entry,
             "labels": dict(group.labels),
             "scores": {value: tried[value] for value in ordered},
             "chosen": chosen,
             "at_end": chosen in (ordered[0], ordered[-1]),
+            "worst": _compare_with_worst(chosen, tried, found.query_scores[name]),
             "final": chosen and with_value(group, ladder.key, chosen).name,
         }
-    tried_by_all = sorted({value for tried in scores.values() for value in tried}, key=float)
+    tried_by_all = sorted({value for tried in found.scores.values() for value in tried}, key=float)
     metric = next(iter(METRICS.values()))
     return {**ladder._asdict(), "metric": metric, "tried": tried_by_all, "data": list(sets), "groups": groups}
+
+
+def _compare_with_worst(
+    chosen: str | None, scores: Scores, query_scores: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any] | None:
+    """Compare the chosen value with the one that scores lowest, by a paired bootstrap over queries.
+
+    Returns:
+        None if nothing else has scored.
+    """
+    others = [value for value, score in scores.items() if score is not None and value != chosen]
+    if chosen is None or not others:
+        return None
+    worst = min(others, key=lambda value: scores[value] or 0.0)
+    return {"value": worst, **compare_scores(query_scores[chosen], query_scores[worst])}

@@ -11,10 +11,11 @@ from contaccum.cli import main
 from contaccum.comparison import run as comparison_run
 from contaccum.comparison.plan import Plan, make_plan, read_options, with_chosen
 from contaccum.comparison.summary import build_report, markdown
-from contaccum.comparison.tuning import Ladder, about_tuning, best_of, climb, next_values, read_ladder
+from contaccum.comparison.tuning import Ladder, about_tuning, climb, read_ladder
 from contaccum.errors import ConfigError
 from contaccum.files import write_json
 from contaccum.report import Source, build_page, comparison_panels
+from contaccum.tuning.ladder import best_of, next_values
 
 LADDER = Ladder("learning_rate", ["1e-4", "1.8e-4", "3.2e-4"], 1.8, 6, [0])
 
@@ -22,7 +23,7 @@ LADDER = Ladder("learning_rate", ["1e-4", "1.8e-4", "3.2e-4"], 1.8, 6, [0])
 def climbed(score: Any, ladder: Ladder = LADDER) -> tuple[list[str], str | None]:
     """What is tried, in order, and what is chosen, where a value has the score that a function gives it."""
     scores: dict[str, float | None] = {}
-    while values := next_values(ladder, scores):
+    while values := next_values(ladder.values, ladder.factor, ladder.most, scores):
         scores |= {value: score(float(value)) for value in values}
     return list(scores), best_of(scores)
 
@@ -54,6 +55,12 @@ def plan(tokens) -> Plan:
     return make_plan(read_options([], tokens), methods, variants, grid, [0, 1], "grad_accum")
 
 
+def scored(*scores: float) -> dict[str, Any]:
+    """A result of made-up scores of queries."""
+    mean = sum(scores) / len(scores)
+    return {"metrics": {"NDCG@10": mean}, "per_query": {f"q{i}": {"NDCG@10": x} for i, x in enumerate(scores)}}
+
+
 def made_up(asked: list[set[str]], best: dict[str, float]) -> Any:
     """Stands for training: the nearer the learning rate to the entry's best, the better; a rate of 1 fails."""
 
@@ -66,7 +73,7 @@ def made_up(asked: list[set[str]], best: dict[str, float]) -> Any:
                 if group.parsed[2].learning_rate == 1:
                     failed[group.run(seed)] = "not finite"
                 else:
-                    sets = {"a": {"metrics": {"NDCG@10": score + seed}}, "b": {"metrics": {"NDCG@10": score}}}
+                    sets = {"a": scored(score + seed, score + seed), "b": scored(score, score)}
                     results[group.run(seed)] = {"evaluations": sets}
         return results, failed
 
@@ -76,16 +83,17 @@ def made_up(asked: list[set[str]], best: dict[str, float]) -> Any:
 def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan):
     asked: list[set[str]] = []
     ladder = read_ladder(plan, "learning_rate=1e-3,2e-3,1", 2.0, 5, [1, 3])
-    scores, failed = climb(plan, ladder, made_up(asked, {"grad_accum": 2e-3, "contaccum": 4e-4}))
+    found = climb(plan, ladder, made_up(asked, {"grad_accum": 2e-3, "contaccum": 4e-4}))
     names = ["grad_accum", "contaccum_bank_size-8", "contaccum_bank_size-16"]
     assert [len(names) for names in asked] == [9, 2, 2]
     assert asked[1] == {f"{name}_learning_rate-0.0005" for name in names[1:]}
+    scores, failed = found.scores, found.failed
     assert list(scores["grad_accum"]) == ["1e-3", "2e-3", "1"] and scores["grad_accum"]["1"] is None
     assert scores["contaccum_bank_size-8"]["0.0005"] == pytest.approx(1.5 - 1e-4)  # seeds 1 and 3, two sets
     assert failed["tune/grad_accum_learning_rate-1_seed-3"] == "not finite" and len(failed) == 6
 
-    found = about_tuning(plan, ladder, scores, [])["groups"]
-    chosen = {name: of["chosen"] for name, of in found.items()}
+    groups = about_tuning(plan, ladder, found, [])["groups"]
+    chosen = {name: of["chosen"] for name, of in groups.items()}
     assert chosen == {"grad_accum": "2e-3", **dict.fromkeys(names[1:], "0.0005")}
     final = with_chosen(plan, ladder.key, chosen)
     slow = [f"slow_bank_size-{m}_learning_rate-1e-5" for m in (8, 16)]
@@ -104,22 +112,46 @@ def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan):
 def test_a_report_says_what_was_tried_and_warns_of_a_best_at_an_end(plan):
     data = [{"name": "beir", "split": "dev", "queries": 4, "documents": 8, "fingerprint": "f"}]
     ladder = read_ladder(plan, "learning_rate=1e-3,2e-3,1", 2.0, 4, None)
-    scores, failed = climb(plan, ladder, made_up([], {"grad_accum": 2e-3, "contaccum": 1e-5}))
-    tuning = about_tuning(plan, ladder, scores, data)
+    found = climb(plan, ladder, made_up([], {"grad_accum": 2e-3, "contaccum": 1e-5}))
+    tuning = about_tuning(plan, ladder, found, data)
     final = with_chosen(plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()})
     about = {"command": "", "settings": {"evaluation": {"queries": None, "corpus": None}}, "tuning": tuning}
-    report = build_report(final, {}, failed, {**about, "data": {"evaluation": data}})
+    report = build_report(final, {}, found.failed, {**about, "data": {"evaluation": data}})
     cells = "bank_size=8: 0.0005 of 4; bank_size=16: 0.0005 of 4"
     at_end = f"contaccum: its best learning_rate is at an end of the values tried ({cells})"
     no_test = "beir: learning_rate was chosen on this data, so that its scores are no test"
     assert report["warnings"] == [at_end, no_test]
     lines = markdown(report).splitlines()
-    assert "| method | bank_size | 0.0005 | 1e-3 | 2e-3 | 1 |" in lines
-    assert "| grad_accum |  |  | 0.4990 | **0.5000** | failed |" in lines
-    assert "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | failed |" in lines
+    assert "| method | bank_size | 0.0005 | 1e-3 | 2e-3 | 1 | chosen and lowest |" in lines
+    assert "| grad_accum |  |  | 0.4990 | **0.5000** | failed | +0.0010 (+0.0010 to +0.0010) |" in lines
+    assert "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | failed | +0.0015 (+0.0015 to +0.0015) |" in lines
     (panel,) = comparison_panels(Source("comparison", "c", report))
     assert panel.log_x and panel.lines["grad_accum, learning_rate=2e-3"] == [[(1e-3, 0.499), (2e-3, 0.5)]]
     assert panel.lines["slow, bank_size=8, learning_rate=1e-5"] == []
+
+
+def test_a_report_warns_where_dev_data_decide_nothing(plan):
+    """One query gains what the other loses."""
+    ladder = read_ladder(plan, "learning_rate=1e-3,2e-3", 2.0, 2, None)
+    by_rate = {1e-3: scored(0.9, 0.2), 2e-3: scored(0.1, 0.8)}
+
+    def train(rungs: Plan) -> Any:
+        results = {}
+        for group in rungs.groups.values():
+            rate = group.parsed[2].learning_rate
+            for seed in rungs.seeds:
+                results[group.run(seed)] = {"evaluations": {"a": by_rate[rate]}}
+        return results, {}
+
+    tuning = about_tuning(plan, ladder, climb(plan, ladder, train), [])
+    worst = tuning["groups"]["grad_accum"]["worst"]
+    assert (worst["value"], worst["difference"]) == ("2e-3", pytest.approx(0.1))
+    assert worst["low"] < 0 < worst["high"]
+    final = with_chosen(plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()})
+    report = build_report(final, {}, {}, {"tuning": tuning, "data": {"evaluation": []}})
+    told = [line for line in report["warnings"] if "do not tell its best learning_rate" in line]
+    assert len(told) == 2  # each method, with its cells
+    assert "1e-3 against 2e-3: +0.1000" in told[0]
 
 
 @pytest.mark.parametrize(
