@@ -79,6 +79,12 @@ def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[s
     return kept | _by_key(given)
 
 
+def all_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
+    """Return the options of config files, overridden by ``--key value`` of the command line."""
+    of_files = [token for name in files for token in as_options(name, _KEYS)]
+    return _by_key(of_files) | _by_key(given)
+
+
 def make_plan(
     options: Options,
     methods: Sequence[str],

@@ -71,6 +71,8 @@ class RetrievalEvaluator(SentenceEvaluator):
         # Documents that stand still while a query tower is trained; None where they move.
         self.documents: StoreDocuments | None = None
         self._standing_embeddings: np.ndarray | None = None
+        # Of the last scoring: the score of each query by the primary metric.
+        self.query_scores: dict[str, float] = {}
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1
@@ -103,9 +105,11 @@ class RetrievalEvaluator(SentenceEvaluator):
         return sorted({int(name.partition("@")[2]) for name in self.metrics})
 
     def _means(self, run: dict[str, dict[str, float]]) -> dict[str, float]:
-        means, _ = score_run(self.dataset.qrels, run, self._cuts)
-        by_name = {name.lower(): value for name, value in means.items()}
-        return {name: by_name[name] for name in self.metrics}
+        means, per_query = score_run(self.dataset.qrels, run, self._cuts)
+        names = {name.lower(): name for name in means}
+        primary = names[self.primary_metric]
+        self.query_scores = {query: scores[primary] for query, scores in per_query.items()}
+        return {name: means[names[name]] for name in self.metrics}
 
     def _encode_standing_documents(self, model: Any, texts: Sequence[str]) -> np.ndarray:
         """Return the embeddings of the corpus: those of the store, and once the others'."""

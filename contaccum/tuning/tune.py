@@ -1,0 +1,261 @@
+"""`contaccum tune`: from a config to the settings that score best on dev data, within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.comparison.plan import as_tokens
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.errors import ConfigError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.files import provenance, write_json, write_text
+from contaccum.retrieval.corpus import CorpusEncoder
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import metric_of
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.training import config
+from contaccum.training.arguments import (
+    DEFAULT_TEMPERATURE,
+    NOT_OF_QUERY_SIDE,
+    OF_A_BANK,
+    QUERY_SIDE_SETTINGS,
+    ContAccumTrainingArguments,
+)
+from contaccum.training.query_side import USELESS_SHARE_OF_BM25
+from contaccum.training.run import load_encoder
+from contaccum.tuning.budget import Budget
+from contaccum.tuning.search import Choice, Search
+from contaccum.tuning.space import METHODS, space_for, start_rate
+from contaccum.tuning.trial import Options, QueryScores
+
+TUNED_CONFIG = "tuned.yaml"
+TUNED_RECORD = "tuned.json"
+STORE_FOLDER = "passage_store"
+SEARCH_FOLDER = "search"
+BUDGET_FILE = "used_time.json"
+
+_OF_THE_RUN = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "eval_strategy", "eval_steps"),
+    *("save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "early_stopping_patience"),
+    *("eval_on_start", "disable_tqdm", "logging_strategy", "logging_steps", "push_to_hub"),
+)
+"""Settings of a config that decide what a run writes, and nothing of its result: trials have their own."""
+
+_OF_AN_ADAPTER = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("load_in_4bit", "merge_adapter"),
+)
+
+_QUERIES_AT_ONCE = 32
+"""Pairs of a micro-batch of query-side training, where only queries are encoded."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning has found.
+
+    Attributes:
+        choice: the settings.
+        options: of the whole run, for `contaccum train`.
+        base, bm25: nDCG@10 on dev, of the model as it is and of BM25 (None without bm25s).
+        trials: number, settings, score and seconds of each.
+    """
+
+    choice: Choice
+    options: Options
+    base: float
+    bm25: float | None
+    trials: list[dict[str, Any]]
+
+
+def tune(
+    options: Options,
+    given: Sequence[str],
+    seconds: float,
+    output: Path,
+    say: Callable[[str], None] = print,
+    reserve: float = 0.0,
+) -> Tuned:
+    """Search settings by their scores on ``eval_data``, and write the best ones to a config.
+
+    The same call goes on where an earlier one was killed.
+
+    Args:
+        options: of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The search
+            starts from them.
+        given: keys of the options that stay as they are.
+        seconds: of wall time, over all calls.
+        output: a folder for `TUNED_CONFIG`, `TUNED_RECORD` and the journal.
+        reserve: seconds of the budget that are kept for later.
+
+    Raises:
+        UserError: for options, data or a model that cannot be used, or a budget that is too short.
+    """
+    budget = Budget(seconds, output / BUDGET_FILE)
+    dropped = {*_OF_THE_RUN, *QUERY_SIDE_SETTINGS}
+    kept = {key: list(values) for key, values in options.items() if key not in dropped}
+    model_args, data_args, args = config.parse(as_tokens(_options_of_base(kept, output)))
+    if data_args.eval_data is None:
+        raise ConfigError(
+            "eval_data is not set: settings are chosen by scores on dev data (contaccum split makes some)"
+        )
+    evaluator = config.load_evaluator(data_args, args)
+    if not isinstance(evaluator, RetrievalEvaluator):
+        raise ConfigError(f"eval_data={data_args.eval_data}: tune on a BEIR folder")
+    encoder = load_encoder(model_args, args)
+    store = _store_of(options, args, encoder, output)
+    if store is not None:
+        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+    base = evaluator.score(encoder)[evaluator.primary_metric]
+    base_scores = evaluator.query_scores
+    bm25 = (evaluator.score_bm25() or {}).get(evaluator.primary_metric)
+    shown = "" if bm25 is None else f"BM25 {bm25:.3f}   "
+    say(f"{shown}{Path(model_args.model).name} {base:.3f}   ({evaluator.primary_metric} on dev)")
+    evaluator.documents = None  # the trainer sets them, for the method that keeps documents
+    is_fresh = bm25 is not None and base < USELESS_SHARE_OF_BM25 * bm25
+
+    methods = _methods(kept, given, store, is_fresh)
+    width = _width(encoder)
+    temperature = args.temperature or DEFAULT_TEMPERATURE[metric_of(encoder, args.similarity)]
+    starts = {}
+    for method in methods:
+        rate = start_rate(method, width, "lora_r" in kept, is_fresh)
+        if "learning_rate" in kept and [method] == kept.get("method"):
+            rate = args.learning_rate
+        starts[method] = {"learning_rate": rate, "temperature": temperature}
+    del encoder
+
+    pairs = len(config.load_data(data_args, args).dataset)
+    space = space_for(pairs, args.per_device_train_batch_size, given)
+    if len(methods) == 1:
+        kept["method"] = [methods[0]]
+
+    def options_of(trial_options: Options, method: str) -> Options:
+        return options_of_method(trial_options, method, store)
+
+    search = Search(
+        {**kept, "eval_strategy": ["epoch"]},
+        starts,
+        space,
+        options_of,
+        evaluator,
+        base_scores,
+        budget,
+        reserve,
+        output / SEARCH_FOLDER,
+        args.seed,
+        say,
+    )
+    choice = search.run()
+    chosen = {key: [str(value)] for key, value in choice.settings.items()}
+    final = options_of_method({**kept, **chosen}, choice.settings["method"], store)
+    trials = [_record(trial) for trial in search.finished()]
+    tuned = Tuned(choice, final, base, bm25, trials)
+    _write(tuned, output, base_scores)
+    return tuned
+
+
+def _options_of_base(options: Options, output: Path) -> Options:
+    """Return options with which the model is loaded as it is, and dev data are read."""
+    kept = {key: values for key, values in options.items() if key not in (*_OF_AN_ADAPTER, *OF_A_BANK)}
+    # Any method that needs nothing beside the training data.
+    kept |= {"method": ["grad_accum"], "output_dir": [str(output / SEARCH_FOLDER)]}
+    return {"eval_strategy": ["epoch"], **kept}
+
+
+def _store_of(options: Options, args: ContAccumTrainingArguments, encoder: DualEncoder, output: Path) -> Path | None:
+    """Return the folder of the documents that queries may be contrasted with; encode a corpus once."""
+    if "passage_store" in options:
+        return Path(options["passage_store"][0])
+    if "corpus" not in options:
+        return None
+    folder = output / STORE_FOLDER
+    with args.main_process_first(desc="encoding the corpus"):
+        if args.process_index == 0:
+            corpus = Path(options["corpus"][0])
+            CorpusEncoder(encoder, "base", corpus, folder, batch_size=args.per_device_eval_batch_size).encode()
+    return folder
+
+
+def _methods(options: Options, given: Sequence[str], store: Path | None, is_fresh: bool) -> list[str]:
+    """Return the methods to try, that of the config first."""
+    if "method" in given:
+        return list(options["method"])
+    methods = [method for method in METHODS if method != "query_side" or (store is not None and not is_fresh)]
+    of_config = options.get("method", [""])[0]
+    if of_config in methods:
+        methods.remove(of_config)
+        methods.insert(0, of_config)
+    return methods
+
+
+def _width(encoder: DualEncoder) -> int:
+    """Return the dimensions of the encoder's hidden states, or of its embeddings if nobody knows."""
+    with suppress(AttributeError):
+        return int(encoder.transformers_model.config.hidden_size)  # type: ignore[union-attr]  # None has no config
+    return int(encoder.get_embedding_dimension() or 384)
+
+
+def options_of_method(options: Options, method: str, store: Path | None) -> Options:
+    """Return the options of a run by a method: without settings that mean nothing to it.
+
+    Args:
+        store: of the documents for query-side training.
+    """
+    dropped = set(QUERY_SIDE_SETTINGS)
+    if method == "query_side":
+        dropped |= {*NOT_OF_QUERY_SIDE, *OF_A_BANK, "gradient_accumulation_steps", "refresh_negatives_every"}
+    elif method != "contaccum":
+        dropped |= set(OF_A_BANK)
+    kept = {key: list(values) for key, values in options.items() if key not in dropped}
+    kept["method"] = [method]
+    if "total_train_batch_size" in kept:
+        kept.pop("gradient_accumulation_steps", None)
+    if method == "query_side":
+        kept["passage_store"] = [str(store)]
+        kept["missing"] = ["add"]
+        pairs = int(kept.get("total_train_batch_size", ["128"])[0])
+        kept["total_train_batch_size"] = [str(pairs)]
+        micro_batch = min(_QUERIES_AT_ONCE, pairs)
+        while pairs % micro_batch:
+            micro_batch -= 1
+        kept["per_device_train_batch_size"] = [str(micro_batch)]
+    return kept
+
+
+def _record(trial: Any) -> dict[str, Any]:
+    """Return what a record says of a finished trial."""
+    return {
+        "trial": trial.number,
+        "settings": trial.settings,
+        "score": trial.score,
+        "seconds": trial.seconds,
+        "note": trial.note,
+    }
+
+
+def _write(tuned: Tuned, output: Path, base_scores: QueryScores) -> None:
+    """Write the config and the record."""
+    difference = tuned.choice.against_base
+    head = (
+        f"# Chosen by contaccum tune: {tuned.choice.score:.4f} on {len(base_scores)} dev queries, the model as it is "
+        f"{tuned.base:.4f}\n# ({difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
+        f"{difference['high']:+.4f}; the best of {len(tuned.trials)} trials, so take it as optimistic).\n"
+    )
+    lines = {key: _plain(values) for key, values in tuned.options.items()}
+    content = {**lines, "eval_strategy": "epoch", "output_dir": str(output / "model")}
+    write_text(output / TUNED_CONFIG, head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    record = {field.name: getattr(tuned, field.name) for field in fields(tuned)}
+    record["choice"] = tuned.choice._asdict()
+    write_json(output / TUNED_RECORD, {**record, **provenance()})
+
+
+def _plain(values: Sequence[str]) -> Any:
+    """Return the values of a key as YAML should have them."""
+    return values[0] if len(values) == 1 else list(values)
