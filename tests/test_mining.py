@@ -3,7 +3,6 @@
 import copy
 import gzip
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import BertForSequenceClassification
 
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import DataError, UserError
 from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
@@ -130,7 +129,6 @@ def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
 
 @pytest.mark.parametrize("method", ["dense", "bm25"])
 def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp_path, method):
-    pytest.importorskip("bm25s")
     texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
     corpus = write_lines(tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)])
     mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus))
@@ -139,7 +137,6 @@ def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp
 
 
 def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_row():
-    pytest.importorskip("bm25s")
     texts = {"colour": "blue sky", "x": "green grass", "lost": "grey sky", "Blue sky!": "sky high", "z": "a b"}
     mined = mine(None, [{"query": query, "positive": text} for query, text in texts.items()])
     assert mined.rows.tolist() == [[-1] * 3, [-1] * 3, [-1] * 3, [0, 2, -1], [-1] * 3]
@@ -147,13 +144,9 @@ def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_ro
     assert mined.positive_scores[0] == 0
 
 
-def test_bm25_that_cannot_work_is_refused(pairs, monkeypatch):
-    pytest.importorskip("bm25s")
+def test_bm25_without_a_word_is_refused():
     with pytest.raises(DataError, match="no passage has a word"):
         mine(None, [{"query": "a cat", "positive": "a b"}])
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ConfigError, match=r"pip install 'contaccum\[mining\]'"):
-        mine(None, pairs)
 
 
 @pytest.mark.parametrize("sampling", ["top", "random"])

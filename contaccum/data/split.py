@@ -152,11 +152,7 @@ def split_data(
     report = report or RecordReport()
     records = list(data.records(report))
     published_test = _published_test(data, report)
-    corpus_documents = None
-    if published_test is not None:
-        corpus_documents = split_files.haystack_of(published_test)
-    elif corpus is not None:
-        corpus_documents = split_files.read_haystack(corpus, report)
+    corpus_documents = _read_corpus(corpus, published_test, report)
 
     held_out_by = held_out_like(records, published_test)
     grouping = group_records(records, published_test, held_out_by, show_progress)
@@ -189,6 +185,15 @@ def split_data(
         )
         write_json(folder / RECORD_FILE, {**asdict(split), **provenance()})
     return split
+
+
+def _read_corpus(
+    corpus: AnyPath | None, published_test: BeirDataset | None, report: RecordReport
+) -> list[Passage] | None:
+    """Return all documents of the test set's folder, or else of the corpus, if there is one."""
+    if published_test is not None:
+        return split_files.haystack_of(published_test)
+    return None if corpus is None else split_files.read_haystack(corpus, report)
 
 
 def _write_held_out(

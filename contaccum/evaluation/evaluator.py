@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -91,12 +90,10 @@ class RetrievalEvaluator(SentenceEvaluator):
         run = searcher.search(self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity)
         return self._means(run)
 
-    def score_bm25(self) -> dict[str, float] | None:
-        """Return BM25's ``metrics`` on the same data; None if bm25s is not installed."""
+    def score_bm25(self) -> dict[str, float]:
+        """Return BM25's ``metrics`` on the same data."""
         from contaccum.retrieval.searcher import bm25_run
 
-        if find_spec("bm25s") is None:
-            return None
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._cuts[-1])
         return self._means(run)
 

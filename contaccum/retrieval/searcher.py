@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from contaccum.data import passage_text
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import DataError
 from contaccum.retrieval.encode import encode_texts, metric_of
 from contaccum.retrieval.index import build_index, recall_against_exact, search
 
@@ -119,13 +119,9 @@ def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = F
     Words are of two letters or more, in lower case; a score is 0 where no word of the query occurs.
 
     Raises:
-        ConfigError: bm25s is not installed.
         DataError: no passage has a word.
     """
-    try:
-        import bm25s
-    except ImportError as error:
-        raise ConfigError("BM25 needs the package bm25s: pip install 'contaccum[mining]'") from error
+    import bm25s
 
     words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
     words = words_of(passages)

@@ -196,8 +196,6 @@ def warn_of_useless_documents(evaluator: Any, model: SentenceTransformer) -> Non
         return
     scores: Mapping[str, float] = evaluator.score(model)
     bm25_scores = evaluator.score_bm25()
-    if bm25_scores is None:
-        return
     metric = evaluator.primary_metric
     score = scores[metric]
     bm25_score = bm25_scores[metric]

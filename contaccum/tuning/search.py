@@ -38,6 +38,7 @@ LEAST_UPDATES = 8
 """A trial of fewer updates says nothing."""
 
 _OF_A_LADDER = {"method", "learning_rate"}
+_TOO_SLOW = "too slow for the budget"
 _HOPELESS = 0.01  # p of Wilcoxon's signed-rank test against the best trial, halfway through both
 _SHARE_OF_A_TRIAL = 1 / 6  # of the time that is left: longer trials are made shorter
 
@@ -196,7 +197,8 @@ class Search:
         if "learning_rate" not in self._space:
             untried = set(self._starts) - {trial.settings["method"] for trial in finished}
             return next(((method, 1.0) for method in self._starts if method in untried), None)
-        ladders = {method: self._rungs_of(method, finished) for method in self._starts}
+        methods = [method for method in self._starts if not self._is_too_slow(method)]
+        ladders = {method: self._rungs_of(method, finished) for method in methods}
         for method, scores in ladders.items():
             if not scores:
                 return method, FIRST_RATES[0]
@@ -229,6 +231,8 @@ class Search:
         options = self._options_of(options, method)
         if method in self._most_updates:
             options = {**options, "max_steps": [str(self._most_updates[method])]}
+        if self._is_too_slow(method):
+            return self._fail(trial, f"{_TOO_SLOW}: see above")
         queries = sorted(self._base_scores)
 
         def is_hopeless(scores: QueryScores) -> bool:
@@ -240,6 +244,8 @@ class Search:
         try:
             outcome = run_trial(options, self._evaluator, self._folder / "running", most_seconds, is_hopeless)
         except TooSlow as error:
+            if error.updates < LEAST_UPDATES and self._any_score():
+                return self._fail(trial, f"{_TOO_SLOW}: a trial of {method} takes {show_duration(error.seconds)}")
             if error.updates < LEAST_UPDATES:
                 needed = self._budget.used() + self._reserve + 2 * error.seconds
                 raise ConfigError(
@@ -250,13 +256,9 @@ class Search:
             self._most_updates[method] = error.updates
             return self._do(trial, left)
         except UserError as error:
-            if not any(trial.score is not None for trial in self.finished()):
+            if not self._any_score():
                 raise  # a mistake that every trial would meet
-            trial.set_user_attr("seconds", 0.0)
-            trial.set_user_attr("note", redact(str(error)))
-            self._study.tell(trial, state=TrialState.FAIL)
-            self._say(f"a trial failed, {_shown(settings)}: {error}")
-            return None
+            return self._fail(trial, str(error))
         trial.set_user_attr("seconds", round(outcome.seconds, 1))
         trial.set_user_attr("updates", outcome.updates)
         if outcome.score is None:
@@ -267,6 +269,21 @@ class Search:
             self._study.tell(trial, outcome.score)
         self._say_progress(settings, outcome.score)
         return None
+
+    def _any_score(self) -> bool:
+        """Return whether any trial was scored."""
+        return any(trial.score is not None for trial in self.finished())
+
+    def _fail(self, trial: optuna.Trial, note: str) -> None:
+        """Record that a trial has failed, and say why."""
+        trial.set_user_attr("seconds", 0.0)
+        trial.set_user_attr("note", redact(note))
+        self._study.tell(trial, state=TrialState.FAIL)
+        self._say(f"failed, {_shown(trial.user_attrs['settings'])}: {note}")
+
+    def _is_too_slow(self, method: str) -> bool:
+        """Return whether the budget has no time for trials of a method."""
+        return any(trial.settings["method"] == method and trial.note.startswith(_TOO_SLOW) for trial in self.finished())
 
     def _say_progress(self, settings: Mapping[str, Any], score: float | None) -> None:
         """Say what the last trial has found, and how much time is left."""

@@ -44,7 +44,7 @@ METHODS = ("query_side", "contaccum", "grad_cache")
 
 SPACE: Mapping[str, Setting] = {
     "method": Choices(METHODS, "queries against all documents; a bank; one batch and no bank"),
-    "learning_rate": Span(1 / 10, 10.0, "around the start of the method"),
+    "learning_rate": Span(1 / 30, 30.0, "around the start of the method"),
     "temperature": Span(0.4, 2.0, "0.02 to 0.1 with cosine"),
     "total_train_batch_size": Choices((32, 64, 128, 256), "pairs of an update"),
     "num_train_epochs": Choices((1, 2, 3, 5), "passes over the training data"),

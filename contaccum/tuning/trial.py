@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.comparison.plan import as_tokens
@@ -78,6 +78,7 @@ def run_trial(
         UserError: for settings, data or a model that cannot be used.
     """
     started = time.perf_counter()
+    evaluator.documents = None  # those of an earlier trial; a trainer whose documents stand still sets its own
     fixed = {"output_dir": [str(folder)], "save_strategy": ["no"], "disable_tqdm": ["true"]}
     fixed |= {"overwrite_output_dir": ["true"], "logging_strategy": ["no"]}
     model_args, data_args, args = parse(as_tokens({**options, **fixed}))
@@ -87,6 +88,7 @@ def run_trial(
     args.eval_steps = math.ceil(updates / 2)
     watch = _Watch(evaluator, updates, most_seconds, is_hopeless)
     trainer = make_trainer(load_encoder(model_args, args), model_args, args, data, callbacks=[watch])
+    trainer.remove_callback(PrinterCallback)  # the search says what a trial has found
     try:
         trainer.train()
     finally:

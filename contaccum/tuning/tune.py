@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -27,6 +27,7 @@ from contaccum.training.arguments import (
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,
 )
+from contaccum.training.options import DataArguments
 from contaccum.training.query_side import USELESS_SHARE_OF_BM25
 from contaccum.training.run import load_encoder
 from contaccum.tuning.budget import Budget
@@ -63,14 +64,14 @@ class Tuned:
     Attributes:
         choice: the settings.
         options: of the whole run, for `contaccum train`.
-        base, bm25: nDCG@10 on dev, of the model as it is and of BM25 (None without bm25s).
+        base, bm25: nDCG@10 on dev, of the model as it is and of BM25.
         trials: number, settings, score and seconds of each.
     """
 
     choice: Choice
     options: Options
     base: float
-    bm25: float | None
+    bm25: float
     trials: list[dict[str, Any]]
 
 
@@ -101,36 +102,15 @@ def tune(
     dropped = {*_OF_THE_RUN, *QUERY_SIDE_SETTINGS}
     kept = {key: list(values) for key, values in options.items() if key not in dropped}
     model_args, data_args, args = config.parse(as_tokens(_options_of_base(kept, output)))
-    if data_args.eval_data is None:
-        raise ConfigError(
-            "eval_data is not set: settings are chosen by scores on dev data (contaccum split makes some)"
-        )
-    evaluator = config.load_evaluator(data_args, args)
-    if not isinstance(evaluator, RetrievalEvaluator):
-        raise ConfigError(f"eval_data={data_args.eval_data}: tune on a BEIR folder")
+    evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
     store = _store_of(options, args, encoder, output)
-    if store is not None:
-        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
-    base = evaluator.score(encoder)[evaluator.primary_metric]
-    base_scores = evaluator.query_scores
-    bm25 = (evaluator.score_bm25() or {}).get(evaluator.primary_metric)
-    shown = "" if bm25 is None else f"BM25 {bm25:.3f}   "
-    say(f"{shown}{Path(model_args.model).name} {base:.3f}   ({evaluator.primary_metric} on dev)")
-    evaluator.documents = None  # the trainer sets them, for the method that keeps documents
-    is_fresh = bm25 is not None and base < USELESS_SHARE_OF_BM25 * bm25
-
-    methods = _methods(kept, given, store, is_fresh)
-    width = _width(encoder)
-    temperature = args.temperature or DEFAULT_TEMPERATURE[metric_of(encoder, args.similarity)]
-    starts = {}
-    for method in methods:
-        rate = start_rate(method, width, "lora_r" in kept, is_fresh)
-        if "learning_rate" in kept and [method] == kept.get("method"):
-            rate = args.learning_rate
-        starts[method] = {"learning_rate": rate, "temperature": temperature}
+    baselines = _score_baselines(encoder, evaluator, store)
+    name = Path(model_args.model).name
+    say(f"BM25 {baselines.bm25:.3f}   {name} {baselines.base:.3f}   ({evaluator.primary_metric} on dev)")
+    methods = _methods(kept, given, store, baselines.is_useless)
+    starts = _starts(methods, kept, args, encoder, baselines.is_useless)
     del encoder
-
     pairs = len(config.load_data(data_args, args).dataset)
     space = space_for(pairs, args.per_device_train_batch_size, given)
     if len(methods) == 1:
@@ -145,7 +125,7 @@ def tune(
         space,
         options_of,
         evaluator,
-        base_scores,
+        baselines.query_scores,
         budget,
         reserve,
         output / SEARCH_FOLDER,
@@ -154,11 +134,69 @@ def tune(
     )
     choice = search.run()
     chosen = {key: [str(value)] for key, value in choice.settings.items()}
-    final = options_of_method({**kept, **chosen}, choice.settings["method"], store)
-    trials = [_record(trial) for trial in search.finished()]
-    tuned = Tuned(choice, final, base, bm25, trials)
-    _write(tuned, output, base_scores)
+    tuned = Tuned(
+        choice,
+        options_of({**kept, **chosen}, choice.settings["method"]),
+        baselines.base,
+        baselines.bm25,
+        [_record(trial) for trial in search.finished()],
+    )
+    _write(tuned, output, len(baselines.query_scores))
     return tuned
+
+
+def _load_evaluator(data_args: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator:
+    """Return the evaluator of dev data; raise `ConfigError` without data, or for those that it cannot search."""
+    evaluator = config.load_evaluator(data_args, args)
+    if evaluator is None:
+        raise ConfigError(
+            "eval_data is not set: settings are chosen by scores on dev data (contaccum split makes some)"
+        )
+    if not isinstance(evaluator, RetrievalEvaluator):
+        raise ConfigError(f"eval_data={data_args.eval_data}: tune on a BEIR folder")
+    return evaluator
+
+
+class _Baselines(NamedTuple):
+    """Scores on dev before anything is trained."""
+
+    base: float  # of the model as it is
+    query_scores: QueryScores  # of the same, by query
+    bm25: float
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether the model knows too little for its documents to teach a query tower."""
+        return self.base < USELESS_SHARE_OF_BM25 * self.bm25
+
+
+def _score_baselines(encoder: DualEncoder, evaluator: RetrievalEvaluator, store: Path | None) -> _Baselines:
+    """Score the model as it is, with the documents of a store if there is one, and BM25."""
+    if store is not None:
+        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+    metric = evaluator.primary_metric
+    base = evaluator.score(encoder)[metric]
+    query_scores = evaluator.query_scores
+    return _Baselines(base, query_scores, evaluator.score_bm25()[metric])
+
+
+def _starts(
+    methods: Sequence[str],
+    options: Options,
+    args: ContAccumTrainingArguments,
+    encoder: DualEncoder,
+    is_fresh: bool,
+) -> dict[str, dict[str, float]]:
+    """Return {method: {"learning_rate", "temperature": where its search starts}}."""
+    width = _width(encoder)
+    temperature = args.temperature or DEFAULT_TEMPERATURE[metric_of(encoder, args.similarity)]
+    starts = {}
+    for method in methods:
+        rate = start_rate(method, width, "lora_r" in options, is_fresh)
+        if "learning_rate" in options and [method] == options.get("method"):
+            rate = args.learning_rate
+        starts[method] = {"learning_rate": rate, "temperature": temperature}
+    return starts
 
 
 def _options_of_base(options: Options, output: Path) -> Options:
@@ -240,11 +278,11 @@ def _record(trial: Any) -> dict[str, Any]:
     }
 
 
-def _write(tuned: Tuned, output: Path, base_scores: QueryScores) -> None:
+def _write(tuned: Tuned, output: Path, num_queries: int) -> None:
     """Write the config and the record."""
     difference = tuned.choice.against_base
     head = (
-        f"# Chosen by contaccum tune: {tuned.choice.score:.4f} on {len(base_scores)} dev queries, the model as it is "
+        f"# Chosen by contaccum tune: {tuned.choice.score:.4f} on {num_queries} dev queries, the model as it is "
         f"{tuned.base:.4f}\n# ({difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
         f"{difference['high']:+.4f}; the best of {len(tuned.trials)} trials, so take it as optimistic).\n"
     )

@@ -216,8 +216,7 @@ def score_base(args: argparse.Namespace, haystack: dict[str, BeirDataset], whole
     bm25 = {}
     for split, dataset in haystack.items():
         scores[split] = score(args.model, dataset, documents)
-        bm25_scores = RetrievalEvaluator(dataset, [METRIC]).score_bm25()
-        bm25[split] = None if bm25_scores is None else bm25_scores[METRIC]
+        bm25[split] = RetrievalEvaluator(dataset, [METRIC]).score_bm25()[METRIC]
     result = {"data": args.name, "arm": "base", "scores": scores, "bm25": bm25, **provenance()}
     write_json(result_file, result)
 

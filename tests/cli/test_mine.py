@@ -33,7 +33,6 @@ def test_the_report_names_what_the_negatives_came_from(tiny_model_path, pairs, t
 
 
 def test_bm25_mines_without_a_model(tmp_path):
-    pytest.importorskip("bm25s")
     output = tmp_path / "hard.jsonl"
     arguments = ["--method", "bm25", "--num_negatives", 2, "--output_format", "tevatron"]
     assert mine("--data", write_beir_to_mine(tmp_path / "beir"), "--output", output, *arguments) == 0

@@ -14,11 +14,14 @@ from small_data import write_beir, write_lines
 from tiny_models import tiny_encoder
 
 from contaccum.cli import main
+from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.tuning import search as search_module
 from contaccum.tuning.budget import Budget, parse_duration, show_duration
 from contaccum.tuning.search import JOURNAL, Finished, choose_trial
-from contaccum.tuning.trial import Outcome
+from contaccum.tuning.trial import Outcome, TooSlow, run_trial
+from contaccum.tuning.tune import options_of_method
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,31 @@ def test_the_config_that_it_writes_is_trained_and_has_the_best_settings(root, tm
     assert (tmp_path / "out" / "model" / "modules.json").is_file()
 
 
+def test_a_trial_scores_the_documents_of_its_own_model(root, tmp_path):
+    """Documents that stood still in a trial of the query tower are encoded anew where both towers are trained."""
+    assert (
+        main(["encode", str(root / "model"), "--corpus", str(root / "beir"), "--output", str(tmp_path / "store")]) == 0
+    )
+    options: dict[str, list[str]] = {
+        key: [str(value)] for key, value in yaml.safe_load((root / "config.yaml").read_text()).items()
+    }
+    options |= {"eval_strategy": ["epoch"], "learning_rate": ["0.02"]}
+    options["use_cpu"] = ["true"]
+    both = options_of_method(options, "contaccum", None)
+    query_side = options_of_method(options, "query_side", tmp_path / "store")
+
+    def score_of(evaluator: RetrievalEvaluator, of_run: Any) -> Any:
+        return run_trial(of_run, evaluator, tmp_path / "run", 600.0, lambda scores: False).query_scores
+
+    shared = RetrievalEvaluator(load_beir_folder(root / "beir", "dev"))
+    first = score_of(shared, query_side)
+    assert shared.documents is not None
+    alone = RetrievalEvaluator(load_beir_folder(root / "beir", "dev"))
+    expected = score_of(alone, both)
+    assert score_of(shared, both) == expected != first
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_given_is_not_searched(root, tmp_path):
     given = ["--method", "contaccum", "--learning_rate", "0.02", "--temperature", "0.05"]
     given += ["--total_train_batch_size", "8", "--num_train_epochs", "1"]
@@ -101,6 +129,24 @@ def test_a_trial_that_fails_ends_its_ladder_and_not_the_search(root, tmp_path, m
     trials = trials_of(tmp_path / "out")
     assert [trial["note"] for trial in trials if trial["score"] is None] == ["its loss is not finite"]
     assert max(trial["settings"]["learning_rate"] for trial in trials) < 0.1
+
+
+def test_a_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(search_module, "MOST_TRIALS", 9)
+    tried = []
+
+    def run_trial(options: Any, *_: Any) -> Outcome:
+        tried.append(options["method"][0])
+        if options["method"] == ["grad_cache"]:
+            raise TooSlow(2, 5000.0)
+        rate = float(options["learning_rate"][0])
+        return Outcome({f"q{row}": rate for row in range(24)}, rate, 0.1, 9)
+
+    monkeypatch.setattr(search_module, "run_trial", run_trial)
+    assert tune(root, tmp_path / "out") == 0
+    assert tried.count("grad_cache") == 1
+    assert "too slow for the budget: a trial of grad_cache takes 83 minutes" in capsys.readouterr().out
+    assert len(trials_of(tmp_path / "out")) == 9
 
 
 class Killed(BaseException):
@@ -149,7 +195,7 @@ def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monke
     ],
 )
 def test_what_cannot_be_tuned_is_said_in_one_line(root, tmp_path, given, message, capsys, monkeypatch):
-    monkeypatch.setattr("contaccum.training.config.NanoBEIR", lambda *_, **__: None)
+    monkeypatch.setattr("contaccum.training.config.NanoBEIR", lambda *_, **__: object())
     assert tune(root, tmp_path / "out", *given) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
