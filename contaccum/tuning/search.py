@@ -51,6 +51,7 @@ class Finished(NamedTuple):
     score: float | None  # None: stopped halfway, or failed
     query_scores: QueryScores
     seconds: float
+    updates: int
     note: str
 
     @property
@@ -121,6 +122,10 @@ class Search:
         self._say = say
         self._most_updates: dict[str, int] = {}  # by method, of trials that had to be made shorter
         self._study = self._open_study()
+        for trial_before in self._study.trials:
+            if "cut_to" in trial_before.user_attrs:
+                method = trial_before.user_attrs["settings"]["method"]
+                self._most_updates[method] = trial_before.user_attrs["cut_to"]
 
     def run(self) -> Choice:
         """Do trials until the time is used, and choose.
@@ -254,6 +259,7 @@ class Search:
                 ) from error
             self._say(f"{method}: a trial is cut to {error.updates} updates, to have time for several")
             self._most_updates[method] = error.updates
+            trial.set_user_attr("cut_to", error.updates)  # also for the next start, if this one is killed
             return self._do(trial, left)
         except UserError as error:
             if not self._any_score():
@@ -323,6 +329,7 @@ def _finished(trial: FrozenTrial) -> Finished:
         score,
         attributes.get("query_scores", {}),
         attributes.get("seconds", 0.0),
+        attributes.get("updates", 0),
         attributes.get("note", ""),
     )
 

@@ -274,6 +274,7 @@ def _record(trial: Any) -> dict[str, Any]:
         "settings": trial.settings,
         "score": trial.score,
         "seconds": trial.seconds,
+        "updates": trial.updates,
         "note": trial.note,
     }
 

@@ -131,6 +131,31 @@ def test_a_trial_that_fails_ends_its_ladder_and_not_the_search(root, tmp_path, m
     assert max(trial["settings"]["learning_rate"] for trial in trials) < 0.1
 
 
+def test_a_trial_that_takes_long_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(search_module, "MOST_TRIALS", 4)
+    steps: list[str | None] = []
+
+    def trial_of(kill_at: int) -> Any:
+        def run_trial(options: Any, *_: Any) -> Outcome:
+            steps.append(options.get("max_steps", [None])[0])
+            if len(steps) == kill_at:
+                raise Killed
+            if steps[-1] is None:
+                raise TooSlow(30, 500.0)
+            return Outcome({f"q{row}": 0.5 for row in range(24)}, 0.5, 0.1, int(steps[-1]))
+
+        return run_trial
+
+    monkeypatch.setattr(search_module, "run_trial", trial_of(2))
+    with pytest.raises(Killed):
+        tune(root, tmp_path / "out", "--method", "contaccum")
+    monkeypatch.setattr(search_module, "run_trial", trial_of(0))
+    assert tune(root, tmp_path / "out", "--method", "contaccum") == 0
+    assert "a trial is cut to 30 updates" in capsys.readouterr().out
+    assert steps == [None, *5 * ["30"]]
+    assert [trial["updates"] for trial in trials_of(tmp_path / "out")] == 4 * [30]
+
+
 def test_a_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search_module, "MOST_TRIALS", 9)
     tried = []
@@ -218,9 +243,9 @@ def test_a_budget_goes_on_counting_after_a_kill(tmp_path):
 
 def made_trial(number: int, scores: list[float] | None, **settings: Any) -> Finished:
     if scores is None:
-        return Finished(number, settings, None, {}, 1.0, "stopped halfway")
+        return Finished(number, settings, None, {}, 1.0, 9, "stopped halfway")
     by_query = {f"q{row}": score for row, score in enumerate(scores)}
-    return Finished(number, settings, sum(scores) / len(scores), by_query, 1.0, "")
+    return Finished(number, settings, sum(scores) / len(scores), by_query, 1.0, 9, "")
 
 
 def test_another_setting_is_chosen_only_where_dev_data_decide():
