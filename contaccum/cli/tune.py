@@ -26,15 +26,16 @@ def run(argv: Sequence[str]) -> int:
     args, rest = parser.parse(argv[len(files) :], rest=True)
 
     from contaccum.comparison.plan import all_options
-    from contaccum.tuning.budget import parse_duration
-    from contaccum.tuning.tune import TUNED_CONFIG, tune
+    from contaccum.tuning.budget import Budget, parse_duration
+    from contaccum.tuning.tune import BUDGET_FILE, TUNED_CONFIG, tune
 
     of_files = all_options(files, [])
     given = all_options([], rest)
     options = {**of_files, **given}
     if redact(options) != options:
         raise ConfigError("a credential among the options, which are written down: put it into the environment")
-    tuned = tune(options, list(given), parse_duration(args.budget), args.output, _say)
+    budget = Budget(parse_duration(args.budget), args.output / BUDGET_FILE)
+    tuned = tune(options, list(given), budget, args.output, _say)
     for warning in tuned.choice.warnings:
         _say(f"take care: {warning}")
     settings = ", ".join(f"{key}={value}" for key, value in tuned.choice.settings.items())
@@ -48,4 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    from contaccum.distributed import rank
+
+    if rank() == 0:
+        print(line, flush=True)

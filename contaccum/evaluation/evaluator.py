@@ -24,6 +24,7 @@ from contaccum.evaluation.metrics import (
     score_run,
     warn_of_ignored_judgements,
 )
+from contaccum.evaluation.results import Run
 from contaccum.retrieval.documents import StoreDocuments
 
 
@@ -83,25 +84,34 @@ class RetrievalEvaluator(SentenceEvaluator):
 
     def score(self, model: Any) -> dict[str, float]:
         """Return the model's ``metrics``, means over the judged queries."""
-        from contaccum.retrieval.searcher import FaissSearcher
-
-        encode_documents = None if self.documents is None else self._encode_standing_documents
-        searcher = FaissSearcher(model, self.batch_size, show_progress_bar=False, encode_documents=encode_documents)
-        run = searcher.search(self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity)
-        return self._means(run)
+        return self.score_run(self.search(model))
 
     def score_bm25(self) -> dict[str, float]:
         """Return BM25's ``metrics`` on the same data."""
+        return self.score_run(self.search_bm25())
+
+    def search(self, model: Any, show_progress: bool = False) -> Run:
+        """Return the documents that the model finds, as many as the deepest of the ``metrics`` needs."""
+        from contaccum.retrieval.searcher import FaissSearcher
+
+        encode_documents = None if self.documents is None else self._encode_standing_documents
+        searcher = FaissSearcher(
+            model, self.batch_size, show_progress_bar=show_progress, encode_documents=encode_documents
+        )
+        return searcher.search(self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity)
+
+    def search_bm25(self) -> Run:
+        """Return the documents that BM25 finds."""
         from contaccum.retrieval.searcher import bm25_run
 
-        run = bm25_run(self.dataset.corpus, self.dataset.queries, self._cuts[-1])
-        return self._means(run)
+        return bm25_run(self.dataset.corpus, self.dataset.queries, self._cuts[-1])
 
     @property
     def _cuts(self) -> list[int]:
         return sorted({int(name.partition("@")[2]) for name in self.metrics})
 
-    def _means(self, run: dict[str, dict[str, float]]) -> dict[str, float]:
+    def score_run(self, run: Run) -> dict[str, float]:
+        """Return the ``metrics`` of a run on these data, and keep `query_scores`."""
         means, per_query = score_run(self.dataset.qrels, run, self._cuts)
         names = {name.lower(): name for name in means}
         primary = names[self.primary_metric]

@@ -7,12 +7,15 @@ good ones is preferred to a lonely peak. `contaccum tune`, `fit` and `compare --
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import paired_bootstrap
+from contaccum.tuning.trial import QueryScores
 
 REACH = 10.0
 """Values that differ by this factor or more do not count for each other."""
@@ -63,3 +66,98 @@ def compare_scores(scores: Mapping[str, float], others: Mapping[str, float]) -> 
         scores, others: {query id: score}.
     """
     return paired_bootstrap(list(scores.values()), [others[query] for query in scores])
+
+
+class Finished(NamedTuple):
+    """A trial that was scored, stopped or failed."""
+
+    number: int
+    settings: dict[str, Any]
+    score: float | None  # None: stopped halfway, or failed
+    query_scores: QueryScores
+    seconds: float
+    updates: int
+    note: str
+
+    @property
+    def others(self) -> tuple[Any, ...]:
+        """All settings but the rate: trials that have them in common lie on one curve."""
+        return tuple(sorted((key, str(value)) for key, value in self.settings.items() if key != "learning_rate"))
+
+
+class Choice(NamedTuple):
+    """The settings that were chosen.
+
+    Attributes:
+        settings: by key.
+        trial: its number.
+        score: on dev.
+        against_base: the difference to the model as it is, with its interval.
+        warnings: where dev data decide nothing, a line each.
+    """
+
+    settings: dict[str, Any]
+    trial: int
+    score: float
+    against_base: dict[str, float]
+    warnings: list[str]
+
+
+def choose_trial(trials: Sequence[Finished], base_scores: QueryScores) -> Choice:
+    """Choose the settings of a trial.
+
+    Of trials that differ by the rate alone, the rate is chosen by a curve through their scores
+    (`best_value`). Of curves the one with the most trials decides where dev data cannot: another
+    one is chosen only if its interval against it lies above 0.
+
+    Raises:
+        ConfigError: if no trial was scored.
+    """
+    scored = [trial for trial in trials if trial.score is not None]
+    if not scored:
+        raise ConfigError("no trial was scored: give a larger budget, or look at what the trials say")
+    curves: dict[tuple[Any, ...], list[Finished]] = {}
+    for trial in scored:
+        curves.setdefault(trial.others, []).append(trial)
+    tops = [_top_of(curve) for curve in curves.values()]
+    tops.sort(key=lambda top: (-top.num_trials, -top.height))
+    chosen = tops[0]
+    for top in tops[1:]:
+        difference = compare_scores(top.trial.query_scores, chosen.trial.query_scores)
+        same_weight = top.num_trials == chosen.num_trials and top.height > chosen.height
+        if difference["low"] > 0.0 or same_weight:
+            chosen = top
+
+    trial = chosen.trial
+    against_base = compare_scores(trial.query_scores, base_scores)
+    notes = []
+    if against_base["low"] <= 0.0:
+        notes.append(
+            f"dev data do not tell the chosen settings from the model as it is ({against_base['difference']:+.3f}, "
+            f"95% {against_base['low']:+.3f} to {against_base['high']:+.3f})"
+        )
+    others = [other for other in scored if other is not trial]
+    if others:
+        worst = min(others, key=lambda other: other.score or 0.0)
+        difference = compare_scores(trial.query_scores, worst.query_scores)
+        if difference["low"] <= 0.0:
+            notes.append("dev data do not tell the best of the settings tried from the worst: the choice says little")
+    return Choice(dict(trial.settings), trial.number, float(trial.score or 0.0), against_base, notes)
+
+
+class _Top(NamedTuple):
+    """The highest place of a curve through trials that differ by the rate."""
+
+    trial: Finished
+    height: float
+    num_trials: int
+
+
+def _top_of(curve: Sequence[Finished]) -> _Top:
+    if "learning_rate" not in curve[0].settings:
+        mean = statistics.fmean(trial.score or 0.0 for trial in curve)
+        return _Top(curve[0], mean, len(curve))
+    by_rate = {float(trial.settings["learning_rate"]): trial for trial in curve}
+    scores = {rate: trial.score or 0.0 for rate, trial in by_rate.items()}
+    rate = best_value(scores)
+    return _Top(by_rate[rate], smooth(scores)[rate], len(curve))

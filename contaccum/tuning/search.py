@@ -6,7 +6,6 @@ together. Finished trials are kept in a journal, so that a search that was kille
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from contaccum.distributed import rank, share
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact
 from contaccum.tuning.budget import Budget, show_duration
-from contaccum.tuning.choice import best_value, compare_scores, smooth
+from contaccum.tuning.choice import Choice, Finished, choose_trial
 from contaccum.tuning.ladder import as_text, next_values
 from contaccum.tuning.space import (
     FIRST_RATES,
@@ -30,7 +30,7 @@ from contaccum.tuning.space import (
     Setting,
     suggest,
 )
-from contaccum.tuning.trial import Options, QueryScores, TooSlow, run_trial
+from contaccum.tuning.trial import Options, Outcome, QueryScores, TooSlow, run_trial
 
 JOURNAL = "trials.jsonl"
 MOST_TRIALS = 40
@@ -43,39 +43,16 @@ _HOPELESS = 0.01  # p of Wilcoxon's signed-rank test against the best trial, hal
 _SHARE_OF_A_TRIAL = 1 / 6  # of the time that is left: longer trials are made shorter
 
 
-class Finished(NamedTuple):
-    """A trial that was scored, stopped or failed."""
-
-    number: int
-    settings: dict[str, Any]
-    score: float | None  # None: stopped halfway, or failed
-    query_scores: QueryScores
-    seconds: float
-    updates: int
-    note: str
-
-    @property
-    def others(self) -> tuple[Any, ...]:
-        """All settings but the rate: trials that have them in common lie on one curve."""
-        return tuple(sorted((key, str(value)) for key, value in self.settings.items() if key != "learning_rate"))
-
-
-class Choice(NamedTuple):
-    """The settings that were chosen.
+class Order(NamedTuple):
+    """A trial that every process is to do.
 
     Attributes:
-        settings: by key.
-        trial: its number.
-        score: on dev.
-        against_base: the difference to the model as it is, with its interval.
-        warnings: where dev data decide nothing, a line each.
+        options: of its run.
+        most_seconds: that it may take.
     """
 
-    settings: dict[str, Any]
-    trial: int
-    score: float
-    against_base: dict[str, float]
-    warnings: list[str]
+    options: Options
+    most_seconds: float
 
 
 class Search:
@@ -90,6 +67,7 @@ class Search:
         base_scores: of the model as it is, by query.
         budget: of the whole command.
         reserve: seconds of the budget that are kept for what comes after the search.
+        final_runs: the time of so many trials is kept as well.
         folder: gets the journal.
         seed: of the sampler.
         say: called with each line for the user.
@@ -105,6 +83,7 @@ class Search:
         base_scores: QueryScores,
         budget: Budget,
         reserve: float,
+        final_runs: float,
         folder: Path,
         seed: int,
         say: Callable[[str], None],
@@ -117,10 +96,15 @@ class Search:
         self._base_scores = base_scores
         self._budget = budget
         self._reserve = reserve
+        self._final_runs = final_runs
         self._folder = folder
         self._seed = seed
         self._say = say
         self._most_updates: dict[str, int] = {}  # by method, of trials that had to be made shorter
+        self._trial: optuna.Trial | None = None  # that is running
+        self._decides = rank() == 0
+        if not self._decides:
+            return
         self._study = self._open_study()
         for trial_before in self._study.trials:
             if "cut_to" in trial_before.user_attrs:
@@ -130,25 +114,49 @@ class Search:
     def run(self) -> Choice:
         """Do trials until the time is used, and choose.
 
+        Of several processes the first decides what is tried, and all of them train.
+
         Raises:
             ConfigError: if the budget is too short for one trial.
+            UserError: for a mistake that every trial would meet.
         """
-        while len(self.finished()) < MOST_TRIALS:
-            needed = self._estimate()
-            left = self._budget.left() - self._reserve
-            if needed is not None and needed > left:
+        while True:
+            order = None
+            if self._decides:
+                order = self._next_order()
+            order = share(order)
+            if order is None:
                 break
-            trial = self._next_trial()
-            if trial is None:
-                break
-            self._do(trial, left)
-            self._budget.save()
-        return self.choose()
+            result = self._try(Order(*order))
+            if self._decides:
+                self._record(result)
+        choice = None
+        if self._decides:
+            choice = self.choose()
+        return Choice(*share(choice))
 
     def finished(self) -> list[Finished]:
         """Return the trials that have ended, in their order."""
         ended = self._study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         return [_finished(trial) for trial in ended if "seconds" in trial.user_attrs]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what a record says of each finished trial, on every process."""
+        records = []
+        if self._decides:
+            for trial in self.finished():
+                records.append(
+                    {
+                        "trial": trial.number,
+                        "settings": trial.settings,
+                        "score": trial.score,
+                        "seconds": trial.seconds,
+                        "updates": trial.updates,
+                        "note": trial.note,
+                    }
+                )
+        shared: list[dict[str, Any]] = share(records)
+        return shared
 
     def choose(self) -> Choice:
         """Choose among the finished trials; see `choose_trial`."""
@@ -228,63 +236,110 @@ class Search:
                 scores[as_text(multiple)] = trial.score
         return scores
 
-    def _do(self, trial: optuna.Trial, left: float) -> None:
-        """Run a trial and tell the study what became of it."""
-        settings = trial.user_attrs["settings"]
+    def _time_for_trials(self) -> float:
+        """Return the seconds that are left, without those that are kept for what comes after."""
+        kept = self._reserve + self._final_runs * (self._estimate() or 0.0)
+        return self._budget.left() - kept
+
+    def _next_order(self) -> Order | None:
+        """Return what is to be trained next; None if the search has ended."""
+        while self._trial is None:
+            if len(self.finished()) >= MOST_TRIALS or self._time_for_trials() < (self._estimate() or 0.0):
+                return None
+            self._trial = self._next_trial()
+            if self._trial is None:
+                return None
+            if self._is_too_slow(self._trial.user_attrs["settings"]["method"]):
+                self._fail(f"{_TOO_SLOW}: see above")
+        settings = self._trial.user_attrs["settings"]
         method = settings["method"]
         options: Options = {**self._options, **{key: [str(value)] for key, value in settings.items()}}
         options = self._options_of(options, method)
+        most_seconds = self._time_for_trials()
         if method in self._most_updates:
             options = {**options, "max_steps": [str(self._most_updates[method])]}
-        if self._is_too_slow(method):
-            return self._fail(trial, f"{_TOO_SLOW}: see above")
-        queries = sorted(self._base_scores)
+        else:
+            most_seconds *= _SHARE_OF_A_TRIAL
+        return Order(options, most_seconds)
 
-        def is_hopeless(scores: QueryScores) -> bool:
-            for step, query in enumerate(queries):
-                trial.report(scores[query], step)
-            return trial.should_prune()
-
-        most_seconds = left * _SHARE_OF_A_TRIAL if method not in self._most_updates else left
+    def _try(self, order: Order) -> Outcome | TooSlow | UserError:
+        """Train and score; every process does so."""
+        folder = self._folder / "running"
         try:
-            outcome = run_trial(options, self._evaluator, self._folder / "running", most_seconds, is_hopeless)
-        except TooSlow as error:
-            if error.updates < LEAST_UPDATES and self._any_score():
-                return self._fail(trial, f"{_TOO_SLOW}: a trial of {method} takes {show_duration(error.seconds)}")
-            if error.updates < LEAST_UPDATES:
-                needed = self._budget.used() + self._reserve + 2 * error.seconds
-                raise ConfigError(
-                    f"the budget of {show_duration(self._budget.seconds)} is too short: a trial of {method} takes "
-                    f"{show_duration(error.seconds)} (give {show_duration(needed)} or more)"
-                ) from error
-            self._say(f"{method}: a trial is cut to {error.updates} updates, to have time for several")
-            self._most_updates[method] = error.updates
-            trial.set_user_attr("cut_to", error.updates)  # also for the next start, if this one is killed
-            return self._do(trial, left)
-        except UserError as error:
+            return run_trial(order.options, self._evaluator, folder, order.most_seconds, self._is_hopeless)
+        except (TooSlow, UserError) as error:
+            return error
+
+    def _is_hopeless(self, scores: QueryScores) -> bool:
+        """Return whether the running trial is worse, by its scores halfway, than the best one was there."""
+        is_hopeless = False
+        if self._decides:
+            assert self._trial is not None
+            for step, query in enumerate(sorted(self._base_scores)):
+                self._trial.report(scores[query], step)
+            is_hopeless = self._trial.should_prune()
+        return bool(share(is_hopeless))
+
+    def _record(self, result: Outcome | TooSlow | UserError) -> None:
+        """Tell the study what became of the running trial, and the user as well."""
+        trial = self._trial
+        assert trial is not None
+        if isinstance(result, TooSlow):
+            self._record_too_slow(result)
+            return
+        if isinstance(result, UserError):
             if not self._any_score():
-                raise  # a mistake that every trial would meet
-            return self._fail(trial, str(error))
-        trial.set_user_attr("seconds", round(outcome.seconds, 1))
-        trial.set_user_attr("updates", outcome.updates)
-        if outcome.score is None:
+                raise result
+            self._fail(str(result))
+            return
+        trial.set_user_attr("seconds", round(result.seconds, 1))
+        trial.set_user_attr("updates", result.updates)
+        if result.score is None:
             trial.set_user_attr("note", "stopped halfway")
             self._study.tell(trial, state=TrialState.PRUNED)
         else:
-            trial.set_user_attr("query_scores", outcome.query_scores)
-            self._study.tell(trial, outcome.score)
-        self._say_progress(settings, outcome.score)
-        return None
+            trial.set_user_attr("query_scores", result.query_scores)
+            self._study.tell(trial, result.score)
+        self._trial = None
+        self._say_progress(trial.user_attrs["settings"], result.score)
+        self._budget.save()
+
+    def _record_too_slow(self, slow: TooSlow) -> None:
+        """Make the running trial shorter, or leave its method out.
+
+        Raises:
+            ConfigError: if there is no time for any trial.
+        """
+        assert self._trial is not None
+        method = self._trial.user_attrs["settings"]["method"]
+        if slow.updates >= LEAST_UPDATES:
+            self._say(f"{method}: a trial is cut to {slow.updates} updates, to have time for several")
+            self._most_updates[method] = slow.updates
+            self._trial.set_user_attr("cut_to", slow.updates)  # also for the next start, if this one is killed
+            return
+        if self._any_score():
+            self._fail(f"{_TOO_SLOW}: a trial of {method} takes {show_duration(slow.seconds)}")
+            return
+        least = slow.seconds_per_update * LEAST_UPDATES
+        needed = self._budget.used() + self._reserve + 1.2 * least / _SHARE_OF_A_TRIAL
+        self._budget.save()
+        raise ConfigError(
+            f"the budget of {show_duration(self._budget.seconds)} is too short: {LEAST_UPDATES} updates of {method} "
+            f"take {show_duration(least)}, and a choice needs several trials (give {show_duration(needed)} or more)"
+        )
 
     def _any_score(self) -> bool:
         """Return whether any trial was scored."""
         return any(trial.score is not None for trial in self.finished())
 
-    def _fail(self, trial: optuna.Trial, note: str) -> None:
-        """Record that a trial has failed, and say why."""
+    def _fail(self, note: str) -> None:
+        """Record that the running trial has failed, and say why."""
+        trial = self._trial
+        assert trial is not None
         trial.set_user_attr("seconds", 0.0)
         trial.set_user_attr("note", redact(note))
         self._study.tell(trial, state=TrialState.FAIL)
+        self._trial = None
         self._say(f"failed, {_shown(trial.user_attrs['settings'])}: {note}")
 
     def _is_too_slow(self, method: str) -> bool:
@@ -294,7 +349,7 @@ class Search:
     def _say_progress(self, settings: Mapping[str, Any], score: float | None) -> None:
         """Say what the last trial has found, and how much time is left."""
         finished = self.finished()
-        left = max(0.0, self._budget.left() - self._reserve)
+        left = max(0.0, self._time_for_trials())
         about = len(finished) + int(left / (self._estimate() or 1.0))
         about = min(max(about, len(finished)), MOST_TRIALS)
         found = "stopped halfway, hopeless" if score is None else f"{score:.3f}"
@@ -339,63 +394,3 @@ def _drop_torn_line(file: Path) -> None:
     content = file.read_bytes()
     if content and not content.endswith(b"\n"):
         file.write_bytes(content[: content.rfind(b"\n") + 1])
-
-
-def choose_trial(trials: Sequence[Finished], base_scores: QueryScores) -> Choice:
-    """Choose the settings of a trial.
-
-    Of trials that differ by the rate alone, the rate is chosen by a curve through their scores
-    (`best_value`). Of curves the one with the most trials decides where dev data cannot: another
-    one is chosen only if its interval against it lies above 0.
-
-    Raises:
-        ConfigError: if no trial was scored.
-    """
-    scored = [trial for trial in trials if trial.score is not None]
-    if not scored:
-        raise ConfigError("no trial was scored: give a larger budget, or look at what the trials say")
-    curves: dict[tuple[Any, ...], list[Finished]] = {}
-    for trial in scored:
-        curves.setdefault(trial.others, []).append(trial)
-    tops = [_top_of(curve) for curve in curves.values()]
-    tops.sort(key=lambda top: (-top.num_trials, -top.height))
-    chosen = tops[0]
-    for top in tops[1:]:
-        difference = compare_scores(top.trial.query_scores, chosen.trial.query_scores)
-        same_weight = top.num_trials == chosen.num_trials and top.height > chosen.height
-        if difference["low"] > 0.0 or same_weight:
-            chosen = top
-
-    trial = chosen.trial
-    against_base = compare_scores(trial.query_scores, base_scores)
-    notes = []
-    if against_base["low"] <= 0.0:
-        notes.append(
-            f"dev data do not tell the chosen settings from the model as it is ({against_base['difference']:+.3f}, "
-            f"95% {against_base['low']:+.3f} to {against_base['high']:+.3f})"
-        )
-    others = [other for other in scored if other is not trial]
-    if others:
-        worst = min(others, key=lambda other: other.score or 0.0)
-        difference = compare_scores(trial.query_scores, worst.query_scores)
-        if difference["low"] <= 0.0:
-            notes.append("dev data do not tell the best of the settings tried from the worst: the choice says little")
-    return Choice(dict(trial.settings), trial.number, float(trial.score or 0.0), against_base, notes)
-
-
-class _Top(NamedTuple):
-    """The highest place of a curve through trials that differ by the rate."""
-
-    trial: Finished
-    height: float
-    num_trials: int
-
-
-def _top_of(curve: Sequence[Finished]) -> _Top:
-    if "learning_rate" not in curve[0].settings:
-        mean = statistics.fmean(trial.score or 0.0 for trial in curve)
-        return _Top(curve[0], mean, len(curve))
-    by_rate = {float(trial.settings["learning_rate"]): trial for trial in curve}
-    scores = {rate: trial.score or 0.0 for rate, trial in by_rate.items()}
-    rate = best_value(scores)
-    return _Top(by_rate[rate], smooth(scores)[rate], len(curve))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.comparison.plan import as_tokens
+from contaccum.distributed import rank, share
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.training.config import parse
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
@@ -34,12 +36,14 @@ class TooSlow(Exception):
     Attributes:
         updates: that fit into the time; may be 0.
         seconds: that the whole trial would take.
+        seconds_per_update: of them.
     """
 
-    def __init__(self, updates: int, seconds: float) -> None:
+    def __init__(self, updates: int, seconds: float, seconds_per_update: float) -> None:
         super().__init__(f"it would take {seconds:.0f} seconds")
         self.updates = updates
         self.seconds = seconds
+        self.seconds_per_update = seconds_per_update
 
 
 class Outcome(NamedTuple):
@@ -71,7 +75,8 @@ def run_trial(
         evaluator: scores the model halfway and at the end.
         folder: of the run; removed afterwards.
         most_seconds: that the trial may take.
-        is_hopeless: called with the scores halfway; True stops the trial.
+        is_hopeless: called with the scores halfway; True stops the trial. Every process of a run
+            on several calls it, and must get the same answer.
 
     Raises:
         TooSlow: after a few updates, if the trial would take longer than ``most_seconds``.
@@ -96,12 +101,13 @@ def run_trial(
         gc.collect()  # a trainer and its model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        shutil.rmtree(folder, ignore_errors=True)
+        if rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
     if watch.was_stopped:
         return Outcome(None, None, seconds, updates)
     scores = dict(evaluator.query_scores)
-    return Outcome(scores, sum(scores.values()) / len(scores), seconds, updates)
+    return Outcome(scores, statistics.fmean(scores.values()), seconds, updates)
 
 
 def count_updates(rows: int, args: Any) -> int:
@@ -137,10 +143,11 @@ class _Watch(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step != _MEASURED_UPDATES:
             return
-        seconds_per_update = (time.perf_counter() - self._started) / state.global_step
+        # All processes must decide alike.
+        seconds_per_update = share((time.perf_counter() - self._started) / state.global_step)
         seconds = seconds_per_update * self._updates
         if seconds > self._most_seconds:
-            raise TooSlow(int(self._most_seconds / seconds_per_update), seconds)
+            raise TooSlow(int(self._most_seconds / seconds_per_update), seconds, seconds_per_update)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         is_last = state.global_step >= state.max_steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from contaccum.training.options import DataArguments
 from contaccum.training.query_side import USELESS_SHARE_OF_BM25
 from contaccum.training.run import load_encoder
 from contaccum.tuning.budget import Budget
-from contaccum.tuning.search import Choice, Search
+from contaccum.tuning.choice import Choice
+from contaccum.tuning.search import Search
 from contaccum.tuning.space import METHODS, space_for, start_rate
 from contaccum.tuning.trial import Options, QueryScores
 
@@ -78,10 +80,12 @@ class Tuned:
 def tune(
     options: Options,
     given: Sequence[str],
-    seconds: float,
+    budget: Budget,
     output: Path,
     say: Callable[[str], None] = print,
     reserve: float = 0.0,
+    final_runs: float = 0.0,
+    baselines: Baselines | None = None,
 ) -> Tuned:
     """Search settings by their scores on ``eval_data``, and write the best ones to a config.
 
@@ -91,23 +95,24 @@ def tune(
         options: of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The search
             starts from them.
         given: keys of the options that stay as they are.
-        seconds: of wall time, over all calls.
+        budget: of wall time, over all calls.
         output: a folder for `TUNED_CONFIG`, `TUNED_RECORD` and the journal.
         reserve: seconds of the budget that are kept for later.
+        final_runs: the time of so many trials is kept as well.
+        baselines: the scores on dev before training; None: they are measured, and said.
 
     Raises:
         UserError: for options, data or a model that cannot be used, or a budget that is too short.
     """
-    budget = Budget(seconds, output / BUDGET_FILE)
     dropped = {*_OF_THE_RUN, *QUERY_SIDE_SETTINGS}
     kept = {key: list(values) for key, values in options.items() if key not in dropped}
     model_args, data_args, args = config.parse(as_tokens(_options_of_base(kept, output)))
     evaluator = _load_evaluator(data_args, args)
     encoder = load_encoder(model_args, args)
     store = _store_of(options, args, encoder, output)
-    baselines = _score_baselines(encoder, evaluator, store)
-    name = Path(model_args.model).name
-    say(f"BM25 {baselines.bm25:.3f}   {name} {baselines.base:.3f}   ({evaluator.primary_metric} on dev)")
+    if baselines is None:
+        baselines = score_baselines(encoder, evaluator, store)
+        say(baselines.as_line(model_args.model))
     methods = _methods(kept, given, store, baselines.is_useless)
     starts = _starts(methods, kept, args, encoder, baselines.is_useless)
     del encoder
@@ -116,9 +121,7 @@ def tune(
     if len(methods) == 1:
         kept["method"] = [methods[0]]
 
-    def options_of(trial_options: Options, method: str) -> Options:
-        return options_of_method(trial_options, method, store)
-
+    options_of = partial(options_of_method, store=store)
     search = Search(
         {**kept, "eval_strategy": ["epoch"]},
         starts,
@@ -128,6 +131,7 @@ def tune(
         baselines.query_scores,
         budget,
         reserve,
+        final_runs,
         output / SEARCH_FOLDER,
         args.seed,
         say,
@@ -139,9 +143,10 @@ def tune(
         options_of({**kept, **chosen}, choice.settings["method"]),
         baselines.base,
         baselines.bm25,
-        [_record(trial) for trial in search.finished()],
+        search.records(),
     )
-    _write(tuned, output, len(baselines.query_scores))
+    if args.process_index == 0:
+        _write(tuned, output, len(baselines.query_scores))
     return tuned
 
 
@@ -157,12 +162,22 @@ def _load_evaluator(data_args: DataArguments, args: ContAccumTrainingArguments) 
     return evaluator
 
 
-class _Baselines(NamedTuple):
-    """Scores on dev before anything is trained."""
+class Baselines(NamedTuple):
+    """Scores on dev, nDCG@10, before anything is trained.
 
-    base: float  # of the model as it is
-    query_scores: QueryScores  # of the same, by query
+    Attributes:
+        base: of the model as it is.
+        query_scores: of the same, by query.
+        bm25: of BM25.
+    """
+
+    base: float
+    query_scores: QueryScores
     bm25: float
+
+    def as_line(self, model: str) -> str:
+        """Return the line for the user; ``model`` is a folder or name."""
+        return f"BM25 {self.bm25:.3f}   {Path(model).name} {self.base:.3f}   (nDCG@10 on dev)"
 
     @property
     def is_useless(self) -> bool:
@@ -170,14 +185,14 @@ class _Baselines(NamedTuple):
         return self.base < USELESS_SHARE_OF_BM25 * self.bm25
 
 
-def _score_baselines(encoder: DualEncoder, evaluator: RetrievalEvaluator, store: Path | None) -> _Baselines:
+def score_baselines(encoder: DualEncoder, evaluator: RetrievalEvaluator, store: Path | None) -> Baselines:
     """Score the model as it is, with the documents of a store if there is one, and BM25."""
     if store is not None:
         evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
     metric = evaluator.primary_metric
     base = evaluator.score(encoder)[metric]
     query_scores = evaluator.query_scores
-    return _Baselines(base, query_scores, evaluator.score_bm25()[metric])
+    return Baselines(base, query_scores, evaluator.score_bm25()[metric])
 
 
 def _starts(
@@ -265,18 +280,6 @@ def options_of_method(options: Options, method: str, store: Path | None) -> Opti
             micro_batch -= 1
         kept["per_device_train_batch_size"] = [str(micro_batch)]
     return kept
-
-
-def _record(trial: Any) -> dict[str, Any]:
-    """Return what a record says of a finished trial."""
-    return {
-        "trial": trial.number,
-        "settings": trial.settings,
-        "score": trial.score,
-        "seconds": trial.seconds,
-        "updates": trial.updates,
-        "note": trial.note,
-    }
 
 
 def _write(tuned: Tuned, output: Path, num_queries: int) -> None:

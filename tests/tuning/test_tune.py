@@ -19,7 +19,8 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.tuning import search as search_module
 from contaccum.tuning.budget import Budget, parse_duration, show_duration
-from contaccum.tuning.search import JOURNAL, Finished, choose_trial
+from contaccum.tuning.choice import Finished, choose_trial
+from contaccum.tuning.search import JOURNAL
 from contaccum.tuning.trial import Outcome, TooSlow, run_trial
 from contaccum.tuning.tune import options_of_method
 
@@ -141,7 +142,7 @@ def test_a_trial_that_takes_long_is_cut_and_stays_cut_after_a_kill(root, tmp_pat
             if len(steps) == kill_at:
                 raise Killed
             if steps[-1] is None:
-                raise TooSlow(30, 500.0)
+                raise TooSlow(30, 500.0, 1.0)
             return Outcome({f"q{row}": 0.5 for row in range(24)}, 0.5, 0.1, int(steps[-1]))
 
         return run_trial
@@ -163,7 +164,7 @@ def test_a_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, caps
     def run_trial(options: Any, *_: Any) -> Outcome:
         tried.append(options["method"][0])
         if options["method"] == ["grad_cache"]:
-            raise TooSlow(2, 5000.0)
+            raise TooSlow(2, 5000.0, 50.0)
         rate = float(options["learning_rate"][0])
         return Outcome({f"q{row}": rate for row in range(24)}, rate, 0.1, 9)
 
@@ -214,7 +215,7 @@ def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monke
     ("given", "message"),
     [
         (["--budget", "soon"], "budget=soon: write a time such as 90s, 30m"),
-        (["--budget", "0.001s"], "is too short: a trial of"),
+        (["--budget", "0.001s"], "is too short: 8 updates of"),
         (["--eval_data", "nanobeir"], "eval_data=nanobeir: tune on a BEIR folder"),
         (["--learnin_rate", "1"], "learning_rate"),
     ],
