@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     args, rest = parser.parse(argv[len(files) :], rest=True)
 
     from contaccum.comparison.plan import all_options
-    from contaccum.tuning.budget import Budget, parse_duration
+    from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
     from contaccum.tuning.tune import BUDGET_FILE, TUNED_CONFIG, tune
 
     of_files = all_options(files, [])
@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     if redact(options) != options:
         raise ConfigError("a credential among the options, which are written down: put it into the environment")
     budget = Budget(parse_duration(args.budget), args.output / BUDGET_FILE)
-    tuned = tune(options, list(given), budget, args.output, _say)
+    tuned = tune(options, list(given), TimeForTrials(budget), args.output, _say)
     for warning in tuned.choice.warnings:
         _say(f"take care: {warning}")
     settings = ", ".join(f"{key}={value}" for key, value in tuned.choice.settings.items())

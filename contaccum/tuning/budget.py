@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from contaccum.errors import ConfigError
@@ -34,6 +35,25 @@ def show_duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3600:.1f} hours"
+
+
+@dataclass(frozen=True)
+class TimeForTrials:
+    """The part of a budget that a search may use.
+
+    Attributes:
+        budget: of the whole command.
+        reserve: seconds that are kept for what comes after the search.
+        final_runs: the time of so many trials is kept as well.
+    """
+
+    budget: Budget
+    reserve: float = 0.0
+    final_runs: float = 0.0
+
+    def left(self, seconds_of_a_trial: float) -> float:
+        """Return the seconds that are left for trials; negative when there are none."""
+        return self.budget.left() - self.reserve - self.final_runs * seconds_of_a_trial
 
 
 class Budget:

@@ -20,7 +20,7 @@ from contaccum.distributed import rank, share
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact
-from contaccum.tuning.budget import Budget, show_duration
+from contaccum.tuning.budget import TimeForTrials, show_duration
 from contaccum.tuning.choice import Choice, Finished, choose_trial
 from contaccum.tuning.ladder import as_text, next_values
 from contaccum.tuning.space import (
@@ -65,9 +65,7 @@ class Search:
         options_of: returns what a method needs beside ``options``, and drops what it cannot use.
         evaluator: of dev data.
         base_scores: of the model as it is, by query.
-        budget: of the whole command.
-        reserve: seconds of the budget that are kept for what comes after the search.
-        final_runs: the time of so many trials is kept as well.
+        time: that trials may take.
         folder: gets the journal.
         seed: of the sampler.
         say: called with each line for the user.
@@ -81,9 +79,7 @@ class Search:
         options_of: Callable[[Options, str], Options],
         evaluator: RetrievalEvaluator,
         base_scores: QueryScores,
-        budget: Budget,
-        reserve: float,
-        final_runs: float,
+        time: TimeForTrials,
         folder: Path,
         seed: int,
         say: Callable[[str], None],
@@ -94,9 +90,7 @@ class Search:
         self._options_of = options_of
         self._evaluator = evaluator
         self._base_scores = base_scores
-        self._budget = budget
-        self._reserve = reserve
-        self._final_runs = final_runs
+        self._time = time
         self._folder = folder
         self._seed = seed
         self._say = say
@@ -236,15 +230,14 @@ class Search:
                 scores[as_text(multiple)] = trial.score
         return scores
 
-    def _time_for_trials(self) -> float:
-        """Return the seconds that are left, without those that are kept for what comes after."""
-        kept = self._reserve + self._final_runs * (self._estimate() or 0.0)
-        return self._budget.left() - kept
+    def _time_left(self) -> float:
+        """Return the seconds that are left for trials."""
+        return self._time.left(self._estimate() or 0.0)
 
     def _next_order(self) -> Order | None:
         """Return what is to be trained next; None if the search has ended."""
         while self._trial is None:
-            if len(self.finished()) >= MOST_TRIALS or self._time_for_trials() < (self._estimate() or 0.0):
+            if len(self.finished()) >= MOST_TRIALS or not self._has_time():
                 return None
             self._trial = self._next_trial()
             if self._trial is None:
@@ -255,12 +248,31 @@ class Search:
         method = settings["method"]
         options: Options = {**self._options, **{key: [str(value)] for key, value in settings.items()}}
         options = self._options_of(options, method)
-        most_seconds = self._time_for_trials()
+        most_seconds = self._time_left()
         if method in self._most_updates:
             options = {**options, "max_steps": [str(self._most_updates[method])]}
         else:
             most_seconds *= _SHARE_OF_A_TRIAL
         return Order(options, most_seconds)
+
+    def _has_time(self) -> bool:
+        """Return whether there is time for one more trial.
+
+        Raises:
+            ConfigError: if there was none for the first one.
+        """
+        estimate = self._estimate()
+        if estimate is not None:
+            return self._time_left() > estimate
+        budget = self._time.budget
+        if self._time_left() <= 0.0:
+            needed = budget.used() + self._time.reserve
+            budget.save()
+            raise ConfigError(
+                f"the budget of {show_duration(budget.seconds)} is too short: {show_duration(needed)} go to what is "
+                "before and after the search, which leaves none for a trial"
+            )
+        return True
 
     def _try(self, order: Order) -> Outcome | TooSlow | UserError:
         """Train and score; every process does so."""
@@ -302,7 +314,7 @@ class Search:
             self._study.tell(trial, result.score)
         self._trial = None
         self._say_progress(trial.user_attrs["settings"], result.score)
-        self._budget.save()
+        self._time.budget.save()
 
     def _record_too_slow(self, slow: TooSlow) -> None:
         """Make the running trial shorter, or leave its method out.
@@ -321,10 +333,11 @@ class Search:
             self._fail(f"{_TOO_SLOW}: a trial of {method} takes {show_duration(slow.seconds)}")
             return
         least = slow.seconds_per_update * LEAST_UPDATES
-        needed = self._budget.used() + self._reserve + 1.2 * least / _SHARE_OF_A_TRIAL
-        self._budget.save()
+        budget = self._time.budget
+        needed = budget.used() + self._time.reserve + 1.2 * least / _SHARE_OF_A_TRIAL
+        budget.save()
         raise ConfigError(
-            f"the budget of {show_duration(self._budget.seconds)} is too short: {LEAST_UPDATES} updates of {method} "
+            f"the budget of {show_duration(budget.seconds)} is too short: {LEAST_UPDATES} updates of {method} "
             f"take {show_duration(least)}, and a choice needs several trials (give {show_duration(needed)} or more)"
         )
 
@@ -349,7 +362,7 @@ class Search:
     def _say_progress(self, settings: Mapping[str, Any], score: float | None) -> None:
         """Say what the last trial has found, and how much time is left."""
         finished = self.finished()
-        left = max(0.0, self._time_for_trials())
+        left = max(0.0, self._time_left())
         about = len(finished) + int(left / (self._estimate() or 1.0))
         about = min(max(about, len(finished)), MOST_TRIALS)
         found = "stopped halfway, hopeless" if score is None else f"{score:.3f}"

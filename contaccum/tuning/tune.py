@@ -31,7 +31,7 @@ from contaccum.training.arguments import (
 from contaccum.training.options import DataArguments
 from contaccum.training.query_side import USELESS_SHARE_OF_BM25
 from contaccum.training.run import load_encoder
-from contaccum.tuning.budget import Budget
+from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Choice
 from contaccum.tuning.search import Search
 from contaccum.tuning.space import METHODS, space_for, start_rate
@@ -80,11 +80,9 @@ class Tuned:
 def tune(
     options: Options,
     given: Sequence[str],
-    budget: Budget,
+    time: TimeForTrials,
     output: Path,
     say: Callable[[str], None] = print,
-    reserve: float = 0.0,
-    final_runs: float = 0.0,
     baselines: Baselines | None = None,
 ) -> Tuned:
     """Search settings by their scores on ``eval_data``, and write the best ones to a config.
@@ -95,10 +93,8 @@ def tune(
         options: of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The search
             starts from them.
         given: keys of the options that stay as they are.
-        budget: of wall time, over all calls.
+        time: that the search may take, over all calls.
         output: a folder for `TUNED_CONFIG`, `TUNED_RECORD` and the journal.
-        reserve: seconds of the budget that are kept for later.
-        final_runs: the time of so many trials is kept as well.
         baselines: the scores on dev before training; None: they are measured, and said.
 
     Raises:
@@ -121,17 +117,14 @@ def tune(
     if len(methods) == 1:
         kept["method"] = [methods[0]]
 
-    options_of = partial(options_of_method, store=store)
     search = Search(
         {**kept, "eval_strategy": ["epoch"]},
         starts,
         space,
-        options_of,
+        partial(options_of_method, store=store),
         evaluator,
         baselines.query_scores,
-        budget,
-        reserve,
-        final_runs,
+        time,
         output / SEARCH_FOLDER,
         args.seed,
         say,
@@ -140,7 +133,7 @@ def tune(
     chosen = {key: [str(value)] for key, value in choice.settings.items()}
     tuned = Tuned(
         choice,
-        options_of({**kept, **chosen}, choice.settings["method"]),
+        options_of_method({**kept, **chosen}, choice.settings["method"], store),
         baselines.base,
         baselines.bm25,
         search.records(),

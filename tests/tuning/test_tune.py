@@ -215,7 +215,7 @@ def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monke
     ("given", "message"),
     [
         (["--budget", "soon"], "budget=soon: write a time such as 90s, 30m"),
-        (["--budget", "0.001s"], "is too short: 8 updates of"),
+        (["--budget", "0.001s"], "which leaves none for a trial"),
         (["--eval_data", "nanobeir"], "eval_data=nanobeir: tune on a BEIR folder"),
         (["--learnin_rate", "1"], "learning_rate"),
     ],
