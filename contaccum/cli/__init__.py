@@ -21,6 +21,7 @@ COMMANDS = {
     "quickstart": "train a small encoder on SciFact and score it before and after",
     "new": "look at your training data and write a config for it",
     "split": "hold out dev and test sets from your training data",
+    "fit": "train on your pairs within a budget of time, and say whether it is better",
     "tune": "choose the settings of a run by scores on dev data, within a budget of time",
     "train": "train a retriever from a YAML config and overrides",
     "evaluate": "score a model on BEIR data with FAISS",

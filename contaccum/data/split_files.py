@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from contaccum.data.beir import BeirDataset
@@ -214,3 +214,24 @@ def _document_id(normalised_text: str) -> str:
 def text_hash(text: str) -> str:
     """Return the sha256 of a text, in hex: an order that does not depend on that of the records."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def write_part(dataset: BeirDataset, kept: Container[str], folder: Path) -> None:
+    """Write a BEIR folder with all queries of a data set, and of its documents those that are kept.
+
+    Args:
+        dataset: its judgements become the split ``test``.
+        kept: ids of documents; judgements of others are left out.
+        folder: a new one.
+    """
+    (folder / "qrels").mkdir(parents=True)
+    documents = [document for document in haystack_of(dataset) if document.id in kept]
+    write_text(folder / "corpus.jsonl", map(_document_line, documents))
+    query_lines = [json.dumps({"_id": name, "text": text}) + "\n" for name, text in dataset.queries.items()]
+    write_text(folder / "queries.jsonl", query_lines)
+    rows = []
+    for query, judged in dataset.qrels.items():
+        for name, grade in judged.items():
+            if name in kept:
+                rows.append(f"{query}\t{name}\t{grade}\n")
+    write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *rows])

@@ -26,6 +26,7 @@ from contaccum.report.sources import Log, Source, read_source
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, CollapseWatch
 
 _FOLDER = Path(__file__).parent
+STYLE_FILE = _FOLDER / "page.css"
 _MAX_CHANGES = 50  # gains, and losses, that are listed for a pair of results
 _MAX_METRICS = 6  # columns of a table of results
 _MAX_TITLE_NAMES = 4
@@ -63,13 +64,13 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
         comparison_parts.append((comparison, _warnings(comparison.logs), panels))
     picture_numbers = itertools.count(1)
     made_at = datetime.now(UTC)
-    page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=_redact_text)
+    page = template(_FOLDER / "page.html.j2", autoescape=True, finalize=redact_text)
     return page.render(
         title=title,
         training=_training(runs),
         evaluations=_evaluations(evaluations, metric),
         comparisons=comparison_parts,
-        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        style=STYLE_FILE.read_text(encoding="utf-8"),
         svg=lambda panel: to_svg(panel, salt=str(next(picture_numbers))),
         cost=COST,
         notes=NOTES,
@@ -81,7 +82,7 @@ def build_page(paths: Sequence[Path], metric: str | None = None) -> str:
     )
 
 
-def _redact_text(value: Any) -> Any:
+def redact_text(value: Any) -> Any:
     """Blank credentials in a plain text, and leave other values and markup as they are.
 
     Jinja calls this before it escapes the text.

@@ -52,19 +52,19 @@ def read_source(path: Path) -> Iterator[Source]:
     elif {"groups", "comparisons", "entries"} <= content.keys():
         yield read_comparison(path)
     elif (path / RUN_RECORD).is_file():
-        logs = {name: _read_whole_lines(path / name) for name in (TRAIN_LOG, EVAL_LOG)}
+        logs = {name: read_whole_lines(path / name) for name in (TRAIN_LOG, EVAL_LOG)}
         yield Source("run", path.resolve().name, read_json(path / RUN_RECORD), logs)
     elif "sets" in content or {"metrics", "per_query", "data"} <= content.keys():
         for file in result_files(path):
             record = read_result(file)
             model = (record.get("model") or {}).get("name")
-            yield Source("evaluation", _model_name(model or file.stem), record)
+            yield Source("evaluation", model_name(model or file.stem), record)
     else:
         outputs = "a folder of `contaccum train` or `compare`, or a file of `evaluate` or `open_qa`"
         raise UserError(f"{path}: nothing that can be reported (give {outputs})")
 
 
-def _model_name(model: str) -> str:
+def model_name(model: str) -> str:
     """Return the last part of a model's path, or the last two if the last is a common name."""
     path = Path(model)
     is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
@@ -79,11 +79,11 @@ def read_comparison(path: Path) -> Source:
     logs = {}
     for name in report["runs"]:
         folder = path.parent / "runs" / Path(name).name
-        logs[name] = _read_whole_lines(folder / TRAIN_LOG)
+        logs[name] = read_whole_lines(folder / TRAIN_LOG)
     return Source("comparison", path.resolve().parent.name, report, logs)
 
 
-def _read_whole_lines(path: Path) -> Log:
+def read_whole_lines(path: Path) -> Log:
     """Return the records of a log, without a last line that a kill cut short.
 
     There are none if there is no file.

@@ -6,6 +6,7 @@ together. Finished trials are kept in a journal, so that a search that was kille
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ LEAST_UPDATES = 8
 _OF_A_LADDER = {"method", "learning_rate"}
 _TOO_SLOW = "too slow for the budget"
 _HOPELESS = 0.01  # p of Wilcoxon's signed-rank test against the best trial, halfway through both
+_LEAST_PART = 0.25  # of the updates of a trial; a method that has no time for them is left out
 _SHARE_OF_A_TRIAL = 1 / 6  # of the time that is left: longer trials are made shorter
 
 
@@ -231,8 +233,10 @@ class Search:
         return scores
 
     def _time_left(self) -> float:
-        """Return the seconds that are left for trials."""
-        return self._time.left(self._estimate() or 0.0)
+        """Return the seconds that are left for trials, if the best so far is trained in the end."""
+        scored = [trial for trial in self.finished() if trial.score is not None]
+        best = max(scored, key=lambda trial: trial.score or 0.0, default=None)
+        return self._time.left(best.seconds if best is not None else 0.0)
 
     def _next_order(self) -> Order | None:
         """Return what is to be trained next; None if the search has ended."""
@@ -242,8 +246,11 @@ class Search:
             self._trial = self._next_trial()
             if self._trial is None:
                 return None
-            if self._is_too_slow(self._trial.user_attrs["settings"]["method"]):
+            method = self._trial.user_attrs["settings"]["method"]
+            if self._is_too_slow(method):
                 self._fail(f"{_TOO_SLOW}: see above")
+            elif (self._seconds_of(method) or 0.0) > self._time_left():
+                self._fail("no time is left for it")
         settings = self._trial.user_attrs["settings"]
         method = settings["method"]
         options: Options = {**self._options, **{key: [str(value)] for key, value in settings.items()}}
@@ -261,9 +268,10 @@ class Search:
         Raises:
             ConfigError: if there was none for the first one.
         """
-        estimate = self._estimate()
-        if estimate is not None:
-            return self._time_left() > estimate
+        estimates = [self._seconds_of(method) for method in self._starts]
+        known = [seconds for seconds in estimates if seconds is not None]
+        if known:
+            return self._time_left() > min(known)
         budget = self._time.budget
         if self._time_left() <= 0.0:
             needed = budget.used() + self._time.reserve
@@ -324,7 +332,11 @@ class Search:
         """
         assert self._trial is not None
         method = self._trial.user_attrs["settings"]["method"]
-        if slow.updates >= LEAST_UPDATES:
+        # A method that has time for a small part of its training would be judged by its beginning.
+        least_updates = LEAST_UPDATES
+        if self._any_score():
+            least_updates = max(LEAST_UPDATES, math.ceil(_LEAST_PART * slow.seconds / slow.seconds_per_update))
+        if slow.updates >= least_updates:
             self._say(f"{method}: a trial is cut to {slow.updates} updates, to have time for several")
             self._most_updates[method] = slow.updates
             self._trial.set_user_attr("cut_to", slow.updates)  # also for the next start, if this one is killed
@@ -353,7 +365,7 @@ class Search:
         trial.set_user_attr("note", redact(note))
         self._study.tell(trial, state=TrialState.FAIL)
         self._trial = None
-        self._say(f"failed, {_shown(trial.user_attrs['settings'])}: {note}")
+        self._say(f"{_shown(trial.user_attrs['settings'])}: {note}")
 
     def _is_too_slow(self, method: str) -> bool:
         """Return whether the budget has no time for trials of a method."""
@@ -363,7 +375,8 @@ class Search:
         """Say what the last trial has found, and how much time is left."""
         finished = self.finished()
         left = max(0.0, self._time_left())
-        about = len(finished) + int(left / (self._estimate() or 1.0))
+        seconds = self._seconds_of(settings["method"])
+        about = len(finished) + int(left / seconds) if seconds else len(finished)
         about = min(max(about, len(finished)), MOST_TRIALS)
         found = "stopped halfway, hopeless" if score is None else f"{score:.3f}"
         scored = [trial for trial in finished if trial.score is not None]
@@ -377,9 +390,12 @@ class Search:
             f"{show_duration(left)} left to search"
         )
 
-    def _estimate(self) -> float | None:
-        """Return the seconds that a trial takes; None if nobody knows yet."""
-        seconds = [trial.seconds for trial in self.finished() if trial.score is not None]
+    def _seconds_of(self, method: str) -> float | None:
+        """Return the seconds that a trial of a method takes; None if nobody knows yet."""
+        seconds = []
+        for trial in self.finished():
+            if trial.score is not None and trial.settings["method"] == method:
+                seconds.append(trial.seconds)
         return max(seconds[-3:]) if seconds else None
 
 

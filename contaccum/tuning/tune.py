@@ -16,6 +16,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import provenance, write_json, write_text
+from contaccum.report.sources import model_name
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import metric_of
@@ -170,7 +171,7 @@ class Baselines(NamedTuple):
 
     def as_line(self, model: str) -> str:
         """Return the line for the user; ``model`` is a folder or name."""
-        return f"BM25 {self.bm25:.3f}   {Path(model).name} {self.base:.3f}   (nDCG@10 on dev)"
+        return f"BM25 {self.bm25:.3f}   {model_name(model)} {self.base:.3f}   (nDCG@10 on dev)"
 
     @property
     def is_useless(self) -> bool:
@@ -283,14 +284,27 @@ def _write(tuned: Tuned, output: Path, num_queries: int) -> None:
         f"{tuned.base:.4f}\n# ({difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
         f"{difference['high']:+.4f}; the best of {len(tuned.trials)} trials, so take it as optimistic).\n"
     )
-    lines = {key: _plain(values) for key, values in tuned.options.items()}
-    content = {**lines, "eval_strategy": "epoch", "output_dir": str(output / "model")}
+    content = {**as_yaml(tuned.options), "eval_strategy": "epoch", "output_dir": str(output / "model")}
     write_text(output / TUNED_CONFIG, head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     record = {field.name: getattr(tuned, field.name) for field in fields(tuned)}
     record["choice"] = tuned.choice._asdict()
     write_json(output / TUNED_RECORD, {**record, **provenance()})
 
 
-def _plain(values: Sequence[str]) -> Any:
-    """Return the values of a key as YAML should have them."""
-    return values[0] if len(values) == 1 else list(values)
+def as_yaml(options: Options) -> dict[str, Any]:
+    """Return options as a YAML file should have them: numbers and truth values are no texts."""
+    content: dict[str, Any] = {}
+    for key, values in options.items():
+        plain = [_plain(value) for value in values]
+        content[key] = plain[0] if len(plain) == 1 else plain
+    return content
+
+
+def _plain(text: str) -> Any:
+    """Return the number or truth value that a text stands for, or the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

@@ -1,0 +1,6 @@
+"""From a file of question-passage pairs to a trained retriever, and a verdict whether it is better."""
+
+from contaccum.fitting.pipeline import FitResult, fit
+from contaccum.fitting.verdict import Verdict
+
+__all__ = ["FitResult", "Verdict", "fit"]
