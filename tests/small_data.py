@@ -48,6 +48,16 @@ def write_judged_places(folder: Path, train: bool = False) -> Path:
     return folder
 
 
+def write_judged_sentences(folder: Path) -> Path:
+    """40 documents; 24 queries of the split train and 8 of test, with a relevant document each."""
+    documents = {f"d{row}": ("", text) for row, text in enumerate(sentences(40, 3, 9))}
+    queries = {f"q{row}": text for row, text in enumerate(sentences(32, 4))}
+    write_beir(folder, documents, queries, [(f"q{row}", f"d{row}", 1) for row in range(24)], "train")
+    judged = "".join(f"q{row}\td{row}\t1\n" for row in range(24, 32))
+    (folder / "qrels" / "test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    return folder
+
+
 def write_training_and_beir_data(root: Path, pairs: int) -> None:
     """``pairs.jsonl`` to train on, and the folder ``beir``: 8 documents, 4 queries with one positive each."""
     rows = zip(sentences(pairs, 1), sentences(pairs, 2, 9), strict=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 from sentence_transformers import SentenceTransformer
-from small_data import write_judged_places
+from small_data import write_judged_places, write_judged_sentences
 from tiny_models import word_tokenizer
 from transformers import AutoModel, Qwen3Config
 
@@ -109,11 +109,15 @@ def test_continue_and_compare_goes_on_from_a_checkpoint_to_the_same_end(run_exam
 
 
 @pytest.mark.long
-def test_the_notebook_ends_with_a_search(beir, tiny_model_path, tmp_path):
+def test_the_notebook_ends_with_a_search(tiny_model_path, tmp_path):
     notebook = nbformat.read(FOLDER / "pairs_to_index.ipynb", as_version=4)
     (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
-    parameters.source = f"MODEL, DATA, UPDATES, OUTPUT = {tiny_model_path!r}, {str(beir)!r}, 3, 'out'"
+    data = write_judged_sentences(tmp_path / "beir")
+    settings = {"method": "query_side", "learning_rate": 1e-3, "max_steps": 2, "use_cpu": True}
+    parameters.source = (
+        f"MODEL, DATA, SETTINGS = {tiny_model_path!r}, {str(data)!r}, {settings!r}\nBUDGET, OUTPUT = '5m', 'out'"
+    )
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
     client.execute()
-    (found,) = notebook.cells[-1].outputs
-    assert len(re.findall(r"^-?\d\.\d{3}  \w+-\w+  the", found.text, re.MULTILINE)) == 3
+    (found,) = (output for output in notebook.cells[-1].outputs if output.get("name") == "stdout")
+    assert len(re.findall(r"^-?\d\.\d{3}  d\d+  \w", found.text, re.MULTILINE)) == 3

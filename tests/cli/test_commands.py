@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_data import write_judged_places, write_lines
+from small_data import write_judged_sentences, write_lines
 
 from contaccum.cli import main, quickstart
 from contaccum.errors import DataError
@@ -45,7 +45,7 @@ def test_help_of_train_needs_no_torch_and_has_every_option_of_ours_and_all_of_tr
 
 def test_quickstart_scores_trains_and_scores_again_anywhere(tiny_model_path, tmp_path, monkeypatch, capsys):
     """With a tiny model and data; what `contaccum train` would refuse is refused before anything runs."""
-    scifact = write_judged_places(tmp_path / "scifact", train=True)
+    scifact = write_judged_sentences(tmp_path / "scifact")
     monkeypatch.setattr("contaccum.data.beir.shipped_scifact", lambda: scifact)
     monkeypatch.setattr(quickstart, "_demo_model", lambda: tiny_model_path)
     monkeypatch.chdir(tmp_path)
@@ -55,9 +55,12 @@ def test_quickstart_scores_trains_and_scores_again_anywhere(tiny_model_path, tmp
     for more in ([], ["--compare"]):  # the second takes the place of the first
         assert main(["quickstart", *more, *few]) == 0
     shown = capsys.readouterr().out
-    assert len(re.findall(r"^(?:before|after \w+) +\d\.\d{4}", shown, re.MULTILINE)) == 5
+    names = r"BM25|.* \(as it is\)|query_side, by fit|contaccum|grad_accum"
+    rows = re.findall(rf"^({names}) +\d\.\d{{4}} +\d\.\d{{4}} +\d\.\d{{4}}$", shown, re.MULTILINE)
+    assert len(rows) == 4 + 5
     left = {path.name for path in Path("runs/quickstart").iterdir()}
-    assert {"report.html", "before.json", "after_contaccum.json", "contaccum", "grad_accum"} <= left
+    assert {"fit", "contaccum", "contaccum.json", "grad_accum", "grad_accum.json"} <= left
+    assert Path("runs/quickstart/fit/report.html").is_file()
 
 
 def test_new_writes_a_config_that_says_why_and_trains_as_it_is(places, tmp_path, monkeypatch, capsys):
