@@ -16,7 +16,7 @@ import torch
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.readers import Source
-from contaccum.data.split import TRAIN_FILE, SplitSettings, read_split, split_data
+from contaccum.data.split import SplitSettings, read_split, split_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,7 +35,7 @@ parts = Path(options.output_dir) / "data"
 if not parts.exists():
     split_data(Source(options.data), parts, SplitSettings(dev=1, test=options.held_out))
 print(read_split(parts).summary())
-data = load_training_data(parts / TRAIN_FILE)
+data = load_training_data(parts / "train.jsonl")
 
 # 3. An evaluator: each test query has to find its passage among some thousands
 evaluator = RetrievalEvaluator(load_beir_folder(parts / "test", "test"))

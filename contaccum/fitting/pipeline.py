@@ -230,6 +230,7 @@ class Fit:
                 "eval_data": [str(dev_folder(self._folder))],
                 "eval_split": ["test"],
                 "passage_store": [str(self._folder.store)],
+                "corpus": [str(self._folder.data / CORPUS_FILE)],
             }
             given = list(self._given)
             return tune(options, given, time_for_trials, self._folder.tuning, self._say, baselines)

@@ -68,6 +68,8 @@ def base_options(folder: FitFolder, model: str, given: Options) -> dict[str, lis
         "warmup_steps": 0.1,
         "seed": 42,
     }
+    if proposal.has_negatives:
+        proposed["num_hard_negatives"] = 1
     if proposal.query_prompt:
         proposed["query_prompt"] = proposal.query_prompt
     if proposal.passage_prompt:

@@ -252,6 +252,18 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
     """
     if args.refresh_negatives_every is None:
         return None
+    return load_mining_set(data, args.refresh_corpus)
+
+
+def load_mining_set(data: DataArguments, corpus: str | None) -> MiningData:
+    """Return the only training set as data to mine hard negatives in.
+
+    Args:
+        corpus: to find them in; None: that of a BEIR folder, else the positives.
+
+    Raises:
+        DataError: for data that cannot be read.
+    """
     [training_set] = data.sets.values()
     options = {}
     for name in ("data_format", "split", "columns", "min_score"):
@@ -259,7 +271,7 @@ def load_mining_data_of(data: DataArguments, args: ContAccumTrainingArguments) -
             options[name] = training_set[name]
     return load_mining_data(
         training_set["path"],
-        args.refresh_corpus,
+        corpus,
         texts=training_set.get("corpus"),
         on_bad_record=data.on_bad_record,  # type: ignore[arg-type]  # one of the choices
         **options,

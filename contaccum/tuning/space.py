@@ -48,6 +48,7 @@ SPACE: Mapping[str, Setting] = {
     "temperature": Span(0.4, 2.0, "0.02 to 0.1 with cosine"),
     "total_train_batch_size": Choices((32, 64, 128, 256), "pairs of an update"),
     "num_train_epochs": Choices((1, 2, 3, 5), "passes over the training data"),
+    "num_hard_negatives": Choices((0, 1), "none, or one of the data's, or one that BM25 finds"),
 }
 """All settings that are searched. One that the user gives is not."""
 
@@ -104,8 +105,8 @@ def suggest(trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapp
     method = trial.suggest_categorical("method", methods) if len(methods) > 1 else methods[0]
     values["method"] = method
     for key, setting in space.items():
-        if key == "method":
-            continue
+        if key == "method" or (key == "num_hard_negatives" and method == "query_side"):
+            continue  # of query_side all documents are negatives
         if isinstance(setting, Choices):
             values[key] = trial.suggest_categorical(key, setting.values)
         else:

@@ -106,7 +106,7 @@ def run_trial(
     seconds = time.perf_counter() - started
     if watch.was_stopped:
         return Outcome(None, None, seconds, updates)
-    scores = dict(evaluator.query_scores)
+    scores = share(evaluator.query_scores)  # of several processes, the first one scores
     return Outcome(scores, statistics.fmean(scores.values()), seconds, updates)
 
 

@@ -34,6 +34,7 @@ from contaccum.training.query_side import USELESS_SHARE_OF_BM25
 from contaccum.training.run import load_encoder
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Choice
+from contaccum.tuning.negatives import mine_once
 from contaccum.tuning.search import Search
 from contaccum.tuning.space import METHODS, space_for, start_rate
 from contaccum.tuning.trial import Options, QueryScores
@@ -42,6 +43,7 @@ TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
 STORE_FOLDER = "passage_store"
 SEARCH_FOLDER = "search"
+MINED_FILE = "mined.jsonl"
 BUDGET_FILE = "used_time.json"
 
 _OF_THE_RUN = (
@@ -88,11 +90,9 @@ def tune(
 ) -> Tuned:
     """Search settings by their scores on ``eval_data``, and write the best ones to a config.
 
-    The same call goes on where an earlier one was killed.
-
     Args:
         options: of `contaccum train`, with ``model``, ``train_data`` and ``eval_data``. The search
-            starts from them.
+            starts from them, and goes on where an earlier call was killed.
         given: keys of the options that stay as they are.
         time: that the search may take, over all calls.
         output: a folder for `TUNED_CONFIG`, `TUNED_RECORD` and the journal.
@@ -113,16 +113,21 @@ def tune(
     methods = _methods(kept, given, store, baselines.is_useless)
     starts = _starts(methods, kept, args, encoder, baselines.is_useless)
     del encoder
-    pairs = len(config.load_data(data_args, args).dataset)
-    space = space_for(pairs, args.per_device_train_batch_size, given)
     if len(methods) == 1:
         kept["method"] = [methods[0]]
-
+    pairs = len(config.load_data(data_args, args).dataset)
+    space = space_for(pairs, args.per_device_train_batch_size, given)
+    mined = None
+    has_negatives = data_args.num_hard_negatives > 0
+    if "num_hard_negatives" in space and not has_negatives:
+        mined = _mine_once(options, methods, data_args, args, output)
+        if mined is None:
+            del space["num_hard_negatives"]
     search = Search(
         {**kept, "eval_strategy": ["epoch"]},
         starts,
         space,
-        partial(options_of_method, store=store),
+        partial(options_of_method, store=store, mined=mined),
         evaluator,
         baselines.query_scores,
         time,
@@ -134,7 +139,7 @@ def tune(
     chosen = {key: [str(value)] for key, value in choice.settings.items()}
     tuned = Tuned(
         choice,
-        options_of_method({**kept, **chosen}, choice.settings["method"], store),
+        options_of_method({**kept, **chosen}, choice.settings["method"], store, mined),
         baselines.base,
         baselines.bm25,
         search.records(),
@@ -249,19 +254,40 @@ def _width(encoder: DualEncoder) -> int:
     return int(encoder.get_embedding_dimension() or 384)
 
 
-def options_of_method(options: Options, method: str, store: Path | None) -> Options:
+def _mine_once(
+    options: Options,
+    methods: Sequence[str],
+    data_args: DataArguments,
+    args: ContAccumTrainingArguments,
+    output: Path,
+) -> Path | None:
+    """Return the file of the training data with mined negatives; None if they cannot be had."""
+    if list(methods) == ["query_side"]:
+        return None
+    corpus = options["corpus"][0] if "corpus" in options else None
+    file = output / MINED_FILE
+    with args.main_process_first(local=False, desc="mining hard negatives"):
+        return mine_once(data_args, corpus, file)
+
+
+def options_of_method(options: Options, method: str, store: Path | None, mined: Path | None = None) -> Options:
     """Return the options of a run by a method: without settings that mean nothing to it.
 
     Args:
         store: of the documents for query-side training.
+        mined: the training data with mined hard negatives, for options that use one.
     """
     dropped = set(QUERY_SIDE_SETTINGS)
     if method == "query_side":
-        dropped |= {*NOT_OF_QUERY_SIDE, *OF_A_BANK, "gradient_accumulation_steps", "refresh_negatives_every"}
+        dropped |= {*NOT_OF_QUERY_SIDE, *OF_A_BANK, "gradient_accumulation_steps", "num_hard_negatives"}
     elif method != "contaccum":
         dropped |= set(OF_A_BANK)
     kept = {key: list(values) for key, values in options.items() if key not in dropped}
     kept["method"] = [method]
+    if mined is not None and kept.get("num_hard_negatives", ["0"]) != ["0"]:
+        kept["train_data"] = [str(mined)]
+        kept.pop("data_columns", None)
+        kept.pop("data_format", None)
     if "total_train_batch_size" in kept:
         kept.pop("gradient_accumulation_steps", None)
     if method == "query_side":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,3 +295,17 @@ def test_what_is_given_is_in_the_config_and_is_not_searched(root, trained):
     assert config["use_cpu"] is True
     record = json.loads((root / "better" / "fit.json").read_text())
     assert [trial["settings"] for trial in record["trials"]] == [{"method": "contaccum"}]
+
+
+@pytest.mark.long
+def test_two_processes_fit_together(root, tmp_path):
+    """As torchrun starts them: the first decides and writes, both train."""
+    given = {**SETTINGS, "learning_rate": 0.01, "budget": "10m", "test": 100, "output": tmp_path / "out"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "contaccum.cli", "fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
+    command += [f"--{key}={value}" for key, value in given.items()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]
+    assert len(lines) == 1
+    assert json.loads((tmp_path / "out" / "fit.json").read_text())["verdict"]["line"] == lines[0]

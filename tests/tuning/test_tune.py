@@ -105,7 +105,7 @@ def test_a_trial_scores_the_documents_of_its_own_model(root, tmp_path):
 
 def test_what_is_given_is_not_searched(root, tmp_path):
     given = ["--method", "contaccum", "--learning_rate", "0.02", "--temperature", "0.05"]
-    given += ["--total_train_batch_size", "8", "--num_train_epochs", "1"]
+    given += ["--total_train_batch_size", "8", "--num_train_epochs", "1", "--num_hard_negatives", "0"]
     assert tune(root, tmp_path / "out", *given) == 0
     [trial] = trials_of(tmp_path / "out")
     assert trial["settings"] == {"method": "contaccum"}
@@ -123,9 +123,8 @@ def test_a_trial_that_fails_ends_its_ladder_and_not_the_search(root, tmp_path, m
         return Outcome({f"q{row}": rate for row in range(24)}, rate, 0.1, 9)
 
     monkeypatch.setattr(search_module, "run_trial", run_trial)
-    assert (
-        tune(root, tmp_path / "out", "--method", "contaccum", "--temperature", "0.05", "--num_train_epochs", "1") == 0
-    )
+    given = ["--method", "contaccum", "--temperature", "0.05", "--num_train_epochs", "1", "--num_hard_negatives", "0"]
+    assert tune(root, tmp_path / "out", *given) == 0
     assert "its loss is not finite" in capsys.readouterr().out
     trials = trials_of(tmp_path / "out")
     assert [trial["note"] for trial in trials if trial["score"] is None] == ["its loss is not finite"]
@@ -173,6 +172,34 @@ def test_a_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, caps
     assert tried.count("grad_cache") == 1
     assert "too slow for the budget: a trial of grad_cache takes 83 minutes" in capsys.readouterr().out
     assert len(trials_of(tmp_path / "out")) == 9
+
+
+def test_mined_negatives_are_tried_and_the_config_has_those_that_were_chosen(root, tmp_path, monkeypatch):
+    """With made-up scores that prefer them; the negatives are documents of the corpus, and no positives."""
+    monkeypatch.setattr(search_module, "MOST_TRIALS", 12)
+    tried = []
+
+    def run_trial(options: Any, *_: Any) -> Outcome:
+        number = options.get("num_hard_negatives", ["0"])[0]
+        tried.append((options["method"][0], number, Path(options["train_data"][0]).name))
+        score = 0.9 if number == "1" else 0.1
+        return Outcome({f"q{row}": score for row in range(24)}, score, 0.1, 9)
+
+    monkeypatch.setattr(search_module, "run_trial", run_trial)
+    given = ["--corpus", str(root / "beir"), "--learning_rate", "0.01", "--temperature", "0.05", "--seed", "1"]
+    assert tune(root, tmp_path / "out", *given, "--num_train_epochs", "1") == 0
+    assert {("contaccum", "1", "mined.jsonl"), ("contaccum", "0", "pairs.jsonl")} <= set(tried)
+    assert {row[1:] for row in tried if row[0] == "query_side"} <= {("0", "pairs.jsonl")}
+    config = yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text())
+    assert config["num_hard_negatives"] == 1
+    records = [json.loads(line) for line in Path(config["train_data"]).read_text().splitlines()]
+    documents = {document["text"] for document in load_beir_folder(root / "beir", "dev").corpus.values()}
+    positives = {record["query"]: record["positive"] for record in records}
+    assert len(records) == 24
+    for record in records:
+        for negative in record["negatives"]:
+            assert negative in documents
+            assert negative != positives[record["query"]]
 
 
 class Killed(BaseException):
