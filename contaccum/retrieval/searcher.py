@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -123,6 +124,7 @@ def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = F
     """
     import bm25s
 
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it says at level DEBUG what it does, and is shown
     words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
     words = words_of(passages)
     if not any(words):

@@ -29,6 +29,7 @@ from contaccum.tuning.space import (
     MOST_RATES,
     RATE_FACTOR,
     Setting,
+    name_of_method,
     suggest,
 )
 from contaccum.tuning.trial import Options, Outcome, QueryScores, TooSlow, run_trial
@@ -39,6 +40,7 @@ LEAST_UPDATES = 8
 """A trial of fewer updates says nothing."""
 
 _OF_A_LADDER = {"method", "learning_rate"}
+_NO_TIME = "no time is left for it"
 _TOO_SLOW = "too slow for the budget"
 _HOPELESS = 0.01  # p of Wilcoxon's signed-rank test against the best trial, halfway through both
 _LEAST_PART = 0.25  # of the updates of a trial; a method that has no time for them is left out
@@ -188,14 +190,15 @@ class Search:
         # A seed of its own for each trial: a search that was killed goes on as it would have.
         self._study.sampler = optuna.samplers.TPESampler(seed=self._seed + len(finished), n_startup_trials=0)
         space = self._space
+        starts = {method: self._starts[method] for method in self._starts if not self._is_too_slow(method)}
         if rung is not None:
             method, multiple = rung
-            self._study.enqueue_trial({"method": method, f"learning_rate of {method}": multiple})
+            self._study.enqueue_trial({name_of_method(starts): method, f"learning_rate of {method}": multiple})
             space = {key: setting for key, setting in self._space.items() if key in _OF_A_LADDER}
         elif set(self._space) <= _OF_A_LADDER:
             return None
         trial = self._study.ask()
-        trial.set_user_attr("settings", suggest(trial, self._starts, space))
+        trial.set_user_attr("settings", suggest(trial, starts, space))
         return trial
 
     def _next_rung(self, finished: Sequence[Finished]) -> tuple[str, float] | None:
@@ -247,10 +250,8 @@ class Search:
             if self._trial is None:
                 return None
             method = self._trial.user_attrs["settings"]["method"]
-            if self._is_too_slow(method):
-                self._fail(f"{_TOO_SLOW}: see above")
-            elif (self._seconds_of(method) or 0.0) > self._time_left():
-                self._fail("no time is left for it")
+            if (self._seconds_of(method) or 0.0) > self._time_left():
+                self._fail(_NO_TIME)
         settings = self._trial.user_attrs["settings"]
         method = settings["method"]
         options: Options = {**self._options, **{key: [str(value)] for key, value in settings.items()}}
@@ -258,7 +259,7 @@ class Search:
         most_seconds = self._time_left()
         if method in self._most_updates:
             options = {**options, "max_steps": [str(self._most_updates[method])]}
-        else:
+        elif self._seconds_of(method) is None:
             most_seconds *= _SHARE_OF_A_TRIAL
         return Order(options, most_seconds)
 
@@ -332,6 +333,9 @@ class Search:
         """
         assert self._trial is not None
         method = self._trial.user_attrs["settings"]["method"]
+        if self._seconds_of(method) is not None:
+            self._fail(_NO_TIME)  # a shorter trial could not be compared with those before
+            return
         # A method that has time for a small part of its training would be judged by its beginning.
         least_updates = LEAST_UPDATES
         if self._any_score():

@@ -93,6 +93,11 @@ def space_for(pairs: int, micro_batch: int, given: Collection[str]) -> dict[str,
     return space
 
 
+def name_of_method(methods: Collection[str]) -> str:
+    """Return Optuna's name for the choice among some methods: its choices must never change."""
+    return f"method among {', '.join(methods)}"
+
+
 def suggest(trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapping[str, Setting]) -> dict[str, Any]:
     """Let Optuna choose a value for each setting of a space.
 
@@ -102,7 +107,9 @@ def suggest(trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapp
     """
     values: dict[str, Any] = {}
     methods = tuple(starts)
-    method = trial.suggest_categorical("method", methods) if len(methods) > 1 else methods[0]
+    method = methods[0]
+    if len(methods) > 1:
+        method = trial.suggest_categorical(name_of_method(methods), methods)
     values["method"] = method
     for key, setting in space.items():
         if key == "method" or (key == "num_hard_negatives" and method == "query_side"):
