@@ -20,7 +20,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[$*]'
 	touch $@
 
-# Trains all-MiniLM-L6-v2 on SciFact with a bank of negatives and scores it on BEIR's test queries, before and after.
+# Fits all-MiniLM-L6-v2 to SciFact, then trains it with a bank of negatives; both are scored on BEIR's test queries.
 # COMPARE=1 trains plain gradient accumulation with the same budget as well.
 quickstart: $(VENV)/.installed-demo
 	$(BIN)/contaccum quickstart $(if $(COMPARE),--compare) $(QUICKSTART_ARGS)

@@ -66,7 +66,10 @@ def build_fit_page(folder: Path) -> str:
 def title_and_text(document: Mapping[str, str]) -> str:
     """Return a document's title and text as one text."""
     title = document.get("title") or ""
-    return f"{title}. {document['text']}" if title else document["text"]
+    if not title:
+        return document["text"]
+    end = "" if title.endswith((".", "?", "!")) else "."
+    return f"{title}{end} {document['text']}"
 
 
 def trials_panel(record: Mapping[str, Any]) -> Panel | None:
