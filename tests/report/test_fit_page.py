@@ -1,0 +1,143 @@
+"""The page of a fit: what stands on it, in which order, and that texts of users stay texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contaccum.fitting.verdict import judge, warnings_of
+from contaccum.report.fit_page import build_fit_page, title_and_text, trials_panel
+from contaccum.tuning.choice import Choice
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+def record_of(base: float, trained: float) -> dict[str, Any]:
+    """What `contaccum fit` writes, of ten queries that all have the same score."""
+    queries = [f"q{number}" for number in range(10)]
+    verdict = judge(dict.fromkeys(queries, trained), dict.fromkeys(queries, base), dict.fromkeys(queries, 0.5))
+    scores = []
+    for name, score in (("BM25", 0.5), ("a model (as it is)", base), ("trained", trained)):
+        scores.append({"name": name, "dev": score, "NDCG@10": score, "MRR@10": score, "Recall@100": 1.0})
+    document = {"title": f"A title {SCRIPT}", "text": "word " * 200}
+    change = {
+        "query": f"a question {SCRIPT}",
+        "before": base,
+        "after": trained,
+        "gold": [document],
+        "top_before": [{"title": "", "text": "another", "is_gold": False}],
+        "top_after": [{**document, "is_gold": True}],
+    }
+    settings = {"method": "query_side", "learning_rate": 0.01}
+    trials = []
+    for number, (rate, score) in enumerate([(0.01, 0.7), (0.03, 0.6), (0.1, None)]):
+        trial_settings = {"method": "query_side", "learning_rate": rate}
+        trials.append(
+            {"trial": number, "settings": trial_settings, "score": score, "seconds": 1.0, "updates": 9, "note": ""}
+        )
+    against_base = {"difference": 0.1, "low": 0.05, "high": 0.15}
+    return {
+        "verdict": verdict.record(),
+        "warnings": ["take this with care"],
+        "model": "a model",
+        "data": {"path": "https://user:hunter2secret@host/pairs.csv", "corpus": None},
+        "split": {"train": 70, "dev": 10, "test": 10, "documents": {"train": 80, "dev": 90, "test": 90}},
+        "scores": scores,
+        "choice": {"settings": settings, "trial": 0, "score": 0.7, "against_base": against_base, "warnings": []},
+        "trials": trials,
+        "changes": {"gained": [change], "lost": [], "num_gained": 10, "num_lost": 0, "num_same": 0},
+        "settings": {"model": "a model", "learning_rate": 0.01},
+        "seconds": {"search": 10.0, "total": 20.0},
+        "budget_seconds": 60.0,
+        "made_with": {"versions": {"python": "3.11"}, "git_commit": None, "time": "2026-01-01T00:00:00+00:00"},
+    }
+
+
+def page_of(folder: Path, record: dict[str, Any]) -> str:
+    (folder / "fit.json").write_text(json.dumps(record))
+    return build_fit_page(folder)
+
+
+def test_the_verdict_comes_first_and_everything_else_in_its_order(tmp_path):
+    page = page_of(tmp_path, record_of(0.4, 0.6))
+    body = page[page.index("<body>") :]
+    order = [
+        "BETTER",
+        "take this with care",
+        "<h2>Scores",
+        "gained most",
+        "lost most",
+        "What was tried",
+        "Load and serve",
+    ]
+    positions = [body.index(text) for text in order]
+    assert positions == sorted(positions)
+    assert "0.600" in body
+    assert "(chosen)" in body
+    assert "an index that it made stays valid" in " ".join(body.split())
+    assert "<h2>Training" not in body  # there are no logs
+
+
+def test_texts_are_escaped_and_credentials_are_not_shown(tmp_path):
+    page = page_of(tmp_path, record_of(0.4, 0.6))
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "hunter2secret" not in page
+    assert "default-src 'none'" in page
+    assert not re.search(r"(?:src|href)=[\"']?http", page)
+
+
+@pytest.mark.parametrize(("trained", "word"), [(0.4, "LEVEL"), (0.2, "WORSE")])
+def test_the_base_model_is_to_be_kept_unless_the_trained_one_is_better(tmp_path, trained, word):
+    page = page_of(tmp_path, record_of(0.4, trained))
+    assert f"<strong>{word}</strong>" in page
+    assert "keep the base model." in page
+
+
+def test_the_curves_are_those_of_the_logs(tmp_path):
+    (tmp_path / "model").mkdir()
+    lines = [{"update": update, "loss": 1.0 / update, "learning_rate": 0.1} for update in (1, 2, 3)]
+    (tmp_path / "model" / "train_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(tmp_path, record_of(0.4, 0.6))
+    assert "<h2>Training" in page
+    assert "<figcaption>loss</figcaption>" in page
+
+
+def test_the_plot_of_trials_has_each_method_the_base_model_and_the_choice():
+    panel = trials_panel(record_of(0.4, 0.6))
+    assert panel is not None
+    assert panel.lines == {
+        "query_side": [[(0.01, 0.7), (0.03, 0.6)]],
+        "the model as it is": [[(0.01, 0.4), (0.03, 0.4)]],
+        "chosen": [[(0.01, 0.7)]],
+    }
+    without_rates = record_of(0.4, 0.6)
+    for trial in without_rates["trials"]:
+        del trial["settings"]["learning_rate"]
+    assert trials_panel(without_rates) is None
+
+
+def test_a_title_is_a_sentence_before_the_text():
+    assert title_and_text({"title": "Rain", "text": "falls"}) == "Rain. falls"
+    assert title_and_text({"title": "Rain?", "text": "falls"}) == "Rain? falls"
+    assert title_and_text({"title": "", "text": "falls"}) == "falls"
+
+
+def test_a_verdict_is_by_the_interval_and_warns_where_dev_and_bm25_say_otherwise():
+    queries = [f"q{number}" for number in range(40)]
+    base = dict.fromkeys(queries, 0.5)
+    noisy = {query: 0.5 + (0.3 if number % 2 else -0.3) for number, query in enumerate(queries)}
+    verdict = judge(noisy, base, dict.fromkeys(queries, 0.9))
+    assert verdict.word == "LEVEL"
+    assert verdict.low < 0.0 < verdict.high
+    choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
+    warnings = warnings_of(verdict, choice)
+    assert warnings[0].startswith("dev and test disagree: +0.100 on dev")
+    assert warnings[1].startswith("BM25 scores 0.900, more than the trained model")
+    better = judge({query: score + 0.2 for query, score in base.items()}, base, base)
+    assert better.word == "BETTER"
+    assert warnings_of(better, choice) == []
