@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
 
 from contaccum.data.beir import load_beir_folder
 from contaccum.data.near_duplicates import normalise
@@ -19,6 +22,7 @@ from contaccum.fitting.final import Tested, search_test, train_final
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.source import DataSource
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.tuning.negatives import MINED_FILE, mine_once
 
 SYSTEMS = ("bm25", "base", "trained")
 
@@ -75,7 +79,19 @@ class Fold:
         overrides = {"train_data": str(data / TRAIN_FILE), "eval_data": str(data / "dev")}
         if self._is_query_side:
             overrides["passage_store"] = str(store)
+        if self._has_mined_negatives():
+            with args.main_process_first(local=False, desc="mining hard negatives"):
+                mined = mine_once([overrides["train_data"]], str(data / CORPUS_FILE), self._folder / MINED_FILE)
+            if mined is None:
+                overrides["num_hard_negatives"] = "0"
+            else:
+                overrides["train_data"] = str(mined)
         train_final(self._fit_folder.config, self._folder / "model", overrides)
+
+    def _has_mined_negatives(self) -> bool:
+        """Return whether the chosen settings are with hard negatives that BM25 has found."""
+        settings = yaml.safe_load(self._fit_folder.config.read_text(encoding="utf-8"))
+        return Path(settings["train_data"]).name == MINED_FILE
 
     def _test(self, base: DualEncoder, args: ContAccumTrainingArguments) -> FoldScores:
         """Return the scores of the queries that the settings were not chosen by."""

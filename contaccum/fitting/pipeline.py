@@ -50,7 +50,7 @@ from contaccum.training import config
 from contaccum.training.run import load_encoder
 from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
 from contaccum.tuning.trial import Options
-from contaccum.tuning.tune import Baselines, Tuned, options_of_method, tune
+from contaccum.tuning.tune import Baselines, Tuned, options_of_method, read_tuned, tune
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _FINAL_RUNS = 1.6  # the final training beside the longest trial: more evaluations, and checkpoints
@@ -223,7 +223,9 @@ class Fit:
         return baselines, test_seconds
 
     def _search(self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines) -> Tuned:
-        """Search settings on dev."""
+        """Search settings on dev; what an earlier start has chosen and trained by stays chosen."""
+        if self._folder.config.is_file():
+            return read_tuned(self._folder.tuning)
         with self._measured("search"):
             options = {
                 **options,

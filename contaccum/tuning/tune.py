@@ -15,7 +15,7 @@ from contaccum.comparison.plan import as_tokens
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import provenance, write_json, write_text
+from contaccum.files import provenance, read_json, write_json, write_text
 from contaccum.report.sources import model_name
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
@@ -34,7 +34,7 @@ from contaccum.training.query_side import USELESS_SHARE_OF_BM25
 from contaccum.training.run import load_encoder
 from contaccum.tuning.budget import TimeForTrials
 from contaccum.tuning.choice import Choice
-from contaccum.tuning.negatives import mine_once
+from contaccum.tuning.negatives import MINED_FILE, mine_once
 from contaccum.tuning.search import Search
 from contaccum.tuning.space import METHODS, space_for, start_rate
 from contaccum.tuning.trial import Options, QueryScores
@@ -43,7 +43,6 @@ TUNED_CONFIG = "tuned.yaml"
 TUNED_RECORD = "tuned.json"
 STORE_FOLDER = "passage_store"
 SEARCH_FOLDER = "search"
-MINED_FILE = "mined.jsonl"
 BUDGET_FILE = "used_time.json"
 
 _OF_THE_RUN = (
@@ -267,7 +266,15 @@ def _mine_once(
     corpus = options["corpus"][0] if "corpus" in options else None
     file = output / MINED_FILE
     with args.main_process_first(local=False, desc="mining hard negatives"):
-        return mine_once(data_args, corpus, file)
+        return mine_once(
+            data_args.train_data,
+            corpus,
+            file,
+            data_format=data_args.data_format,
+            data_columns=data_args.data_columns,
+            split=data_args.split,
+            on_bad_record=data_args.on_bad_record,
+        )
 
 
 def options_of_method(options: Options, method: str, store: Path | None, mined: Path | None = None) -> Options:
@@ -315,6 +322,14 @@ def _write(tuned: Tuned, output: Path, num_queries: int) -> None:
     record = {field.name: getattr(tuned, field.name) for field in fields(tuned)}
     record["choice"] = tuned.choice._asdict()
     write_json(output / TUNED_RECORD, {**record, **provenance()})
+
+
+def read_tuned(output: Path) -> Tuned:
+    """Read what `tune` has written into a folder; raises `DataError` for a broken file."""
+    record = read_json(output / TUNED_RECORD)
+    content = {field.name: record[field.name] for field in fields(Tuned)}
+    content["choice"] = Choice(**record["choice"])
+    return Tuned(**content)
 
 
 def as_yaml(options: Options) -> dict[str, Any]:
