@@ -88,10 +88,12 @@ class FitFolder:
                 files.
         """
         request = redact(request)
-        if self.record.is_file():
+        was_asked = self.record.is_file()
+        if was_asked and self.data.is_dir():
             self._check_before(read_json(self.record), request)
             return
-        if self.path.is_dir() and any(self.path.iterdir()):
+        # Before the data are split nothing is lost: data that were refused may be mended and given again.
+        if not was_asked and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path}: holds other files; name another output folder")
         write_json(self.record, {"request": request})
 

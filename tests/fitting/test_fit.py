@@ -305,6 +305,18 @@ def test_data_that_are_too_few_or_broken_are_refused(root, tmp_path, lines, mess
     assert not (tmp_path / "out" / "data").exists()
 
 
+def test_data_that_were_refused_may_be_mended_and_given_again(root, tmp_path, monkeypatch):
+    data = write_lines(tmp_path / "pairs.jsonl", [])
+    given = {"model": str(root / "fresh"), "output": tmp_path / "out", "use_cpu": True}
+    with pytest.raises(UserError, match="empty"):
+        contaccum.fit(data, **given)
+    data.write_bytes((root / "pairs.jsonl").read_bytes())
+    killed_once(monkeypatch, "encode_corpus", after=False)
+    with pytest.raises(Killed):
+        contaccum.fit(data, **given)
+    assert (tmp_path / "out" / "data").is_dir()
+
+
 def test_a_split_that_was_made_before_is_used_as_it_is(root, tmp_path, monkeypatch):
     assert main(["split", str(root / "pairs.jsonl"), str(tmp_path / "split"), "--test", "100"]) == 0
     killed_once(monkeypatch, "encode_corpus", after=False)
