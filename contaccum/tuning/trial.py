@@ -7,11 +7,13 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
@@ -92,12 +94,15 @@ def run_trial(
     args.eval_strategy = IntervalStrategy.STEPS
     args.eval_steps = math.ceil(updates / 2)
     watch = _Watch(evaluator, updates, most_seconds, is_hopeless)
-    trainer = make_trainer(load_encoder(model_args, args), model_args, args, data, callbacks=[watch])
+    with _no_progress_bars():
+        encoder = load_encoder(model_args, args)
+    encoder.model_card_data.generate_widget_examples = False  # nobody reads the card of a trial
+    trainer = make_trainer(encoder, model_args, args, data, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)  # the search says what a trial has found
     try:
         trainer.train()
     finally:
-        del trainer
+        del trainer, encoder
         gc.collect()  # a trainer and its model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -108,6 +113,18 @@ def run_trial(
         return Outcome(None, None, seconds, updates)
     scores = share(evaluator.query_scores)  # of several processes, the first one scores
     return Outcome(scores, statistics.fmean(scores.values()), seconds, updates)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Hide the bars of transformers, which would stand between the lines of a search."""
+    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def count_updates(rows: int, args: Any) -> int:
