@@ -69,7 +69,11 @@ def compare_scores(scores: Mapping[str, float], others: Mapping[str, float]) -> 
 
 
 class Finished(NamedTuple):
-    """A trial that was scored, stopped or failed."""
+    """A trial that was scored, stopped or failed.
+
+    Attributes:
+        rung: its rate as a multiple of its method's start, as text; None off the ladder.
+    """
 
     number: int
     settings: dict[str, Any]
@@ -78,6 +82,7 @@ class Finished(NamedTuple):
     seconds: float
     updates: int
     note: str
+    rung: str | None = None
 
     @property
     def others(self) -> tuple[Any, ...]:

@@ -180,7 +180,8 @@ class Search:
         )
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
             study.tell(trial.number, state=TrialState.FAIL)
-            study.enqueue_trial(trial.params)
+            if "rung" not in trial.user_attrs:  # the next rung follows from the finished trials
+                study.enqueue_trial(trial.params)
         return study
 
     def _next_trial(self) -> optuna.Trial | None:
@@ -198,6 +199,8 @@ class Search:
         elif set(self._space) <= _OF_A_LADDER:
             return None
         trial = self._study.ask()
+        if rung is not None:
+            trial.set_user_attr("rung", as_text(rung[1]))
         trial.set_user_attr("settings", suggest(trial, starts, space))
         return trial
 
@@ -229,10 +232,8 @@ class Search:
         """Return {rate as a multiple of the method's start, as text: score} of its ladder."""
         scores = {}
         for trial in finished:
-            is_rung = set(trial.settings) <= {"method", "learning_rate"}
-            if is_rung and trial.settings["method"] == method:
-                multiple = trial.settings["learning_rate"] / self._starts[method]["learning_rate"]
-                scores[as_text(multiple)] = trial.score
+            if trial.rung is not None and trial.settings["method"] == method:
+                scores[trial.rung] = trial.score
         return scores
 
     def _time_left(self) -> float:
@@ -419,6 +420,7 @@ def _finished(trial: FrozenTrial) -> Finished:
         attributes.get("seconds", 0.0),
         attributes.get("updates", 0),
         attributes.get("note", ""),
+        attributes.get("rung"),
     )
 
 

@@ -113,6 +113,17 @@ def test_what_is_given_is_not_searched(root, tmp_path):
     assert (float(config["learning_rate"]), config["method"]) == (0.02, "contaccum")
 
 
+def test_a_rung_whose_rate_was_rounded_is_tried_once(root, tmp_path):
+    """A third of 5e-5 is tried as 1.7e-5, which is 0.34 of it."""
+    (tmp_path / "rate.yaml").write_text("learning_rate: 5.0e-5\n")
+    given = ["--method", "contaccum", "--temperature", "0.05", "--total_train_batch_size", "8"]
+    given += ["--num_train_epochs", "1", "--num_hard_negatives", "0", "--output", str(tmp_path / "out")]
+    assert main(["tune", str(root / "config.yaml"), str(tmp_path / "rate.yaml"), *given]) == 0
+    rates = [trial["settings"]["learning_rate"] for trial in trials_of(tmp_path / "out")]
+    assert rates[:3] == [5e-5, 1.5e-4, 1.7e-5]
+    assert len(set(rates)) == len(rates)
+
+
 def test_a_trial_that_fails_ends_its_ladder_and_not_the_search(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search_module, "MOST_TRIALS", 5)
 
@@ -206,7 +217,8 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monkeypatch):
+@pytest.mark.parametrize("killed_at", [0, 1, 4, 6])
+def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monkeypatch, killed_at):
     monkeypatch.setattr(search_module, "MOST_TRIALS", 7)
     given = ["--method", "contaccum", "--seed", "5"]
     made_up: dict[float, float] = {}
@@ -225,7 +237,7 @@ def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monke
 
     monkeypatch.setattr(search_module, "run_trial", trial_of(None))
     assert tune(root, tmp_path / "whole", *given) == 0
-    monkeypatch.setattr(search_module, "run_trial", trial_of(4))
+    monkeypatch.setattr(search_module, "run_trial", trial_of(killed_at))
     with pytest.raises(Killed):
         tune(root, tmp_path / "killed", *given)
     journal = tmp_path / "killed" / "search" / JOURNAL
