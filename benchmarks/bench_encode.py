@@ -39,12 +39,16 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as name:
         corpus = Path(name, "corpus.jsonl")
-        lines = (json.dumps({"_id": p.id, "title": p.title, "text": p.text}) + "\n" for p in passages)
+        lines = (
+            json.dumps({"_id": p.id, "title": p.title, "text": p.text}) + "\n" for p in passages
+        )
         corpus.write_text("".join(lines), encoding="utf-8")
         for turn in range(args.repeats):
             store = Path(name, f"store-{turn}")
             started = time.perf_counter()
-            writer = StoreWriter(store, encoding_identity(model, "document", "float32", "float32", 4096))
+            writer = StoreWriter(
+                store, encoding_identity(model, "document", "float32", "float32", 4096)
+            )
             writer.fill(
                 read_texts(corpus, "document", RecordReport()),
                 lambda some: encode_texts(model, some, "document", args.batch_size),
@@ -53,10 +57,16 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
             started = time.perf_counter()
             embeddings = model.encode_document(texts, batch_size=args.batch_size)
             theirs.append(time.perf_counter() - started)
-            print(f"turn {turn + 1}: ours {ours[-1]:.1f} s, sentence-transformers {theirs[-1]:.1f} s", flush=True)
+            print(
+                f"turn {turn + 1}: ours {ours[-1]:.1f} s, sentence-transformers {theirs[-1]:.1f} s",
+                flush=True,
+            )
         stored = EmbeddingStore.open(store)
         difference = float(np.abs(stored[:] - embeddings).max())
-    result = {"documents": len(passages), "seconds": {"ours": ours, "sentence_transformers": theirs}}
+    result = {
+        "documents": len(passages),
+        "seconds": {"ours": ours, "sentence_transformers": theirs},
+    }
     speedup = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
     return {**result, "difference": difference, "speedup": speedup}
 
@@ -74,21 +84,38 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
         corpus = Path(folder, "corpus.tsv")
         with corpus.open("w", encoding="utf-8") as file:
             file.write("id\ttext\ttitle\n")
-            file.writelines(f"{n}\tpassage {n} {body}\ttitle {n % 1000}\n" for n in range(args.rows))
+            file.writelines(
+                f"{n}\tpassage {n} {body}\ttitle {n % 1000}\n" for n in range(args.rows)
+            )
         before, started = peak_memory_mb("cpu"), time.perf_counter()
-        writer = StoreWriter(Path(folder, "store"), {"dtype": "float16", "shard_size": 50_000, "kind": "document"})
+        writer = StoreWriter(
+            Path(folder, "store"), {"dtype": "float16", "shard_size": 50_000, "kind": "document"}
+        )
         assert writer.fill(read_texts(corpus, "document", RecordReport()), stub)
         seconds = time.perf_counter() - started
-    return {"rows": args.rows, "peak_mb": peak_memory_mb("cpu"), "before_mb": before, "seconds": seconds}
+    return {
+        "rows": args.rows,
+        "peak_mb": peak_memory_mb("cpu"),
+        "before_mb": before,
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("model", nargs="?", help="none with --stub")
     add("--stub", action="store_true", help="memory instead of speed")
     add("--corpus", type=Path, help="what contaccum encode takes")
-    for name, value in {"limit": 300, "batch_size": 32, "repeats": 3, "threads": 1, "rows": 1_000_000}.items():
+    for name, value in {
+        "limit": 300,
+        "batch_size": 32,
+        "repeats": 3,
+        "threads": 1,
+        "rows": 1_000_000,
+    }.items():
         add(f"--{name}", type=int, default=value)
     add("--output", metavar="FILE.json")
     args = parser.parse_args()

@@ -26,14 +26,22 @@ SIZES = ("1024x384", "4096x384", "8192x768")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", metavar="GIT_REF", help="a commit to compare with")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="MxD", help="bank rows and embedding size")
+    parser.add_argument(
+        "--sizes", nargs="+", default=SIZES, metavar="MxD", help="bank rows and embedding size"
+    )
     parser.add_argument("--local", type=int, default=8, help="pairs in a micro-batch")
     parser.add_argument("--drift_compensation", nargs="+", default=["none", "auto"])
-    parser.add_argument("--no_ids", action="store_true", help="texts without ids: nothing is masked")
+    parser.add_argument(
+        "--no_ids", action="store_true", help="texts without ids: nothing is masked"
+    )
     parser.add_argument("--turns", type=int, default=3, help="processes of each tree for each size")
-    parser.add_argument("--repeats", type=int, default=40, help="micro-steps that a process measures")
+    parser.add_argument(
+        "--repeats", type=int, default=40, help="micro-steps that a process measures"
+    )
     parser.add_argument("--output", type=Path, help="JSON of all figures")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # one size, in a process of its own
     args = parser.parse_args()
@@ -46,28 +54,55 @@ def main() -> int:
             trees["against"] = Path(folder) / "tree"
             _git("worktree", "add", "--quiet", "--detach", str(trees["against"]), args.against)
         try:
-            records = [compare(size, drift, trees, args) for drift in args.drift_compensation for size in args.sizes]
+            records = [
+                compare(size, drift, trees, args)
+                for drift in args.drift_compensation
+                for size in args.sizes
+            ]
         finally:
             if args.against:
                 _git("worktree", "remove", "--force", str(trees["against"]))
     if args.output:
         about = {"command": " ".join(["python", *sys.argv]), "commit": _git("rev-parse", "HEAD")}
-        about |= {"against": args.against, "machine": platform.machine(), "processor": _processor(), "threads": 1}
-        args.output.write_text(json.dumps({**about, "results": records}, indent=2) + "\n", encoding="utf-8")
+        about |= {
+            "against": args.against,
+            "machine": platform.machine(),
+            "processor": _processor(),
+            "threads": 1,
+        }
+        args.output.write_text(
+            json.dumps({**about, "results": records}, indent=2) + "\n", encoding="utf-8"
+        )
     return 0
 
 
-def compare(size: str, drift: str, trees: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    size: str, drift: str, trees: dict[str, Path], args: argparse.Namespace
+) -> dict[str, Any]:
     """Medians over turns of a tree's figures, and of the ratio to the other tree in the same turn."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for _ in range(args.turns):
         for name, tree in trees.items():
             environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
             settings = ["--drift_compensation", drift, *(["--no_ids"] if args.no_ids else [])]
-            settings += ["--local", str(args.local), "--repeats", str(args.repeats), "--measure", size]
-            answer = subprocess.check_output([sys.executable, __file__, *settings], env=environment, text=True)
+            settings += [
+                "--local",
+                str(args.local),
+                "--repeats",
+                str(args.repeats),
+                "--measure",
+                size,
+            ]
+            answer = subprocess.check_output(
+                [sys.executable, __file__, *settings], env=environment, text=True
+            )
             found[name].append(json.loads(answer.strip().splitlines()[-1]))
-    record: dict[str, Any] = {"size": size, "local": args.local, "ids": not args.no_ids, "drift_compensation": drift}
+    record: dict[str, Any] = {
+        "size": size,
+        "local": args.local,
+        "ids": not args.no_ids,
+        "drift_compensation": drift,
+    }
     for name, runs in found.items():
         record[name] = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
     if "against" in found:
@@ -90,16 +125,24 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
     def step(n: int) -> float:
         inputs = [torch.randn(n, d, generator=generator).requires_grad_() for _ in range(2)]
-        ids = [None, None] if args.no_ids else [torch.randint(10**9, (n,), generator=generator) for _ in range(2)]
+        ids = (
+            [None, None]
+            if args.no_ids
+            else [torch.randint(10**9, (n,), generator=generator) for _ in range(2)]
+        )
         started = time.process_time()
         loss_fn(*inputs, query_ids=ids[0], passage_ids=ids[1]).backward()
         return 1e3 * (time.process_time() - started)
 
-    loss_fn = BankedInfoNCE(16, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0])
+    loss_fn = BankedInfoNCE(
+        16, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0]
+    )
     for _ in range(5):
         step(args.local)  # what is loaded on first use is nobody's memory
     before = _memory_mb(reset=True)
-    loss_fn = BankedInfoNCE(m, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0])
+    loss_fn = BankedInfoNCE(
+        m, temperature=0.05, similarity="cos", drift_compensation=args.drift_compensation[0]
+    )
     for _ in range(-(-m // 64)):
         step(64)
     loss_fn.end_update()
@@ -119,7 +162,11 @@ def _memory_mb(reset: bool = False) -> float:
 
 
 def _processor() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if "model name" in line]
+    names = [
+        line
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if "model name" in line
+    ]
     return names[0].split(":", 1)[1].strip() if names else platform.processor()
 
 

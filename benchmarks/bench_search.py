@@ -63,7 +63,9 @@ class Stub:
     encode_queries, encode_corpus = encode_query, encode_document  # as BEIR calls them
 
 
-def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
+def against_beir(
+    args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray
+) -> dict[str, Any]:
     """Turns of ours and theirs. Timed from the first block of the corpus on: theirs are scores, top k and heaps (not
     sorting the corpus by length), ours all that follows encoding: checks, search, the dictionary of results.
     """
@@ -76,10 +78,17 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
     turns = []
     for turn in range(args.repeats):
         model = Stub(documents, queries)
-        ours: Run = FaissSearcher(model, show_progress_bar=False).search(corpus, asked, args.k, "cos_sim")
-        figures = {"seconds": time.perf_counter() - model.began[0], "cpu": time.process_time() - model.began[1]}
+        ours: Run = FaissSearcher(model, show_progress_bar=False).search(
+            corpus, asked, args.k, "cos_sim"
+        )
+        figures = {
+            "seconds": time.perf_counter() - model.began[0],
+            "cpu": time.process_time() - model.began[1],
+        }
         model = Stub(torch.from_numpy(documents), torch.from_numpy(queries))
-        theirs: Run = DenseRetrievalExactSearch(model, show_progress_bar=False).search(corpus, asked, args.k, "cos_sim")
+        theirs: Run = DenseRetrievalExactSearch(model, show_progress_bar=False).search(
+            corpus, asked, args.k, "cos_sim"
+        )
         figures["seconds_beir"] = time.perf_counter() - model.began[0]
         figures["cpu_beir"] = time.process_time() - model.began[1]
         turns.append(figures)
@@ -88,14 +97,20 @@ def against_beir(args: argparse.Namespace, documents: np.ndarray, queries: np.nd
         "turns": turns,
         "speedup": statistics.median(turn["seconds_beir"] / turn["seconds"] for turn in turns),
         "speedup_cpu": statistics.median(turn["cpu_beir"] / turn["cpu"] for turn in turns),
-        "same_documents": statistics.fmean(ours[query].keys() == theirs[query].keys() for query in ours),
+        "same_documents": statistics.fmean(
+            ours[query].keys() == theirs[query].keys() for query in ours
+        ),
         "score_difference": max(
-            abs(score - theirs[query].get(name, score)) for query, hits in ours.items() for name, score in hits.items()
+            abs(score - theirs[query].get(name, score))
+            for query, hits in ours.items()
+            for name, score in hits.items()
         ),
     }
 
 
-def compare_indexes(args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray) -> list[dict[str, Any]]:
+def compare_indexes(
+    args: argparse.Namespace, documents: np.ndarray, queries: np.ndarray
+) -> list[dict[str, Any]]:
     """For each index and search parameters: seconds to build, queries a second, and recall against exact search."""
     results = []
     for factory, _, parameters in [given.partition("@") for given in args.indexes]:
@@ -116,12 +131,16 @@ def compare_indexes(args: argparse.Namespace, documents: np.ndarray, queries: np
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     defaults = {"rows": 200_000, "dimension": 384, "queries": 1000, "k": 1000, "clusters": 2000}
     for name, value in {**defaults, "repeats": 1, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--spread", type=float, default=0.7, help="from a centre, over its length")
-    parser.add_argument("--indexes", nargs="+", metavar="FACTORY[@PARAMETERS]", help="these instead of beir")
+    parser.add_argument(
+        "--indexes", nargs="+", metavar="FACTORY[@PARAMETERS]", help="these instead of beir"
+    )
     parser.add_argument("--output", metavar="FILE.json")
     args = parser.parse_args()
     documents, queries = made_up(args)

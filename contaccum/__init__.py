@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from contaccum.losses.contaccum import ContAccumLoss as ContAccumLoss
     from contaccum.losses.query_side import QuerySideCollator as QuerySideCollator
     from contaccum.losses.query_side import QuerySideLoss as QuerySideLoss
-    from contaccum.training.arguments import ContAccumTrainingArguments as ContAccumTrainingArguments
+    from contaccum.training.arguments import (
+        ContAccumTrainingArguments as ContAccumTrainingArguments,
+    )
     from contaccum.training.trainer import ContAccumTrainer as ContAccumTrainer
 
 __version__ = "0.1.0"

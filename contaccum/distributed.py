@@ -58,12 +58,16 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     for tensor in tensors:
         layout += [tensor.element_size(), tensor.ndim, *tensor.shape[1:]]
     layout += [0] * (LAYOUT_LENGTH - len(layout))  # ranks may bring different numbers of tensors
-    layouts = _all_gather(torch.tensor([layout], device=tensors[0].device), world_size() * [1]).tolist()
+    layouts = _all_gather(
+        torch.tensor([layout], device=tensors[0].device), world_size() * [1]
+    ).tolist()
     lengths = [row[0] for row in layouts]
     shapes = {tuple(row[1:]) for row in layouts}
     if len(shapes) > 1:
         described = "; ".join(_describe_layout(row) for row in layouts)
-        raise ValueError(f"the micro-batches of ranks 0, 1, ... differ in shapes or bytes per number: {described}")
+        raise ValueError(
+            f"the micro-batches of ranks 0, 1, ... differ in shapes or bytes per number: {described}"
+        )
     if sum(lengths) == 0:
         raise ValueError("the micro-batch is empty on every rank")
     first = sum(lengths[: rank()])
@@ -91,8 +95,12 @@ def gather_states(state: dict[str, Tensor], device: torch.device) -> list[dict[s
     """
     data = save({name: value.cpu().contiguous() for name, value in state.items()})
     content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    lengths = _all_gather(torch.tensor([[len(data)]], device=device), world_size() * [1])[:, 0].tolist()
-    return [load(part.cpu().numpy().tobytes()) for part in _all_gather(content, lengths).split(lengths)]
+    lengths = _all_gather(torch.tensor([[len(data)]], device=device), world_size() * [1])[
+        :, 0
+    ].tolist()
+    return [
+        load(part.cpu().numpy().tobytes()) for part in _all_gather(content, lengths).split(lengths)
+    ]
 
 
 def share(content: Any) -> Any:

@@ -33,7 +33,9 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
         shown = [str(x) for x in allowed if x is not None]
-        raise ConfigError(f"{name} must be one of {', '.join(shown)}, got {value!r}{closest(value, shown)}")
+        raise ConfigError(
+            f"{name} must be one of {', '.join(shown)}, got {value!r}{closest(value, shown)}"
+        )
 
 
 _BATCH = ("per_device_train_batch_size", "total_train_batch_size")
@@ -57,17 +59,28 @@ OTHERS = {
 def our_name(name: str, known: Collection[str]) -> str:
     """The one of the ``known`` options that ``name`` can mean; itself, where it is none or several."""
     plain = name.replace("-", "_")
-    meant = [plain] if plain in known else [option for option in OTHERS.get(plain, ()) if option in known]
+    meant = (
+        [plain]
+        if plain in known
+        else [option for option in OTHERS.get(plain, ()) if option in known]
+    )
     return meant[0] if len(meant) == 1 else name
 
 
 def in_our_names(argv: Sequence[str], known: Collection[str]) -> list[str]:
     """``argv`` with each ``--name`` and ``--name=value`` in the name that it has here."""
     parts = [(token, *token.partition("=")) for token in argv]
-    return [f"--{our_name(key[2:], known)}{x}{value}" if key[:2] == "--" else token for token, key, x, value in parts]
+    return [
+        f"--{our_name(key[2:], known)}{x}{value}" if key[:2] == "--" else token
+        for token, key, x, value in parts
+    ]
 
 
 def hint(name: str, known: Collection[str]) -> str:
     """To end an error line with: which options a ``name`` that is none could mean, or which one is like it."""
     meant = [option for option in OTHERS.get(name.replace("-", "_"), ()) if option in known]
-    return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else closest(name.replace("-", "_"), known)
+    return (
+        f"; did you mean {' or '.join(map(repr, meant))}?"
+        if meant
+        else closest(name.replace("-", "_"), known)
+    )

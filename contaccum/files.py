@@ -127,7 +127,9 @@ def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
 
 def write_json(path: AnyPath, content: Any) -> None:
     """Write ``content`` as JSON, credentials taken out, whole or not at all. NaN is refused: it is not JSON."""
-    write_text(path, json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(
+        path, json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    )
 
 
 def read_json(path: AnyPath, kind: type = dict) -> Any:
@@ -137,7 +139,9 @@ def read_json(path: AnyPath, kind: type = dict) -> Any:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a JSON file that can be read ({error})") from error
     if not isinstance(content, kind):
-        raise DataError(f"{path}: holds a {type(content).__name__}, where a {kind.__name__} is expected")
+        raise DataError(
+            f"{path}: holds a {type(content).__name__}, where a {kind.__name__} is expected"
+        )
     return content
 
 
@@ -150,7 +154,15 @@ def require_writable(path: AnyPath) -> None:
         pass
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+_NO_ROOM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 
 
 @contextmanager
@@ -163,7 +175,9 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM:  # what is read while writing may fail too
             raise
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free space, or name another place") from error
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); free space, or name another place"
+        ) from error
 
 
 def _flush(path: Path) -> None:
@@ -186,7 +200,11 @@ class Fingerprint:
         """Texts and bytes as they are, anything else as JSON."""
         for value in values:
             if not isinstance(value, (bytes, bytearray, memoryview)):
-                value = (value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)).encode()
+                value = (
+                    value
+                    if isinstance(value, str)
+                    else json.dumps(value, sort_keys=True, default=str)
+                ).encode()
             self._hash.update(len(value).to_bytes(8, "little"))
             self._hash.update(value)
 
@@ -231,13 +249,19 @@ def git_commit() -> str | None:
         return None
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-_SECRET_NAMES = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I)
-_IN_URL = re.compile(r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I)  # one slash is what a path makes of two
+_SECRET_NAMES = re.compile(
+    r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I
+)
+_IN_URL = re.compile(
+    r"\b([a-z][a-z0-9+.-]+:/{1,2})[^\s/@'\"]+@", re.I
+)  # one slash is what a path makes of two
 
 
 def redact(content: Any) -> Any:
@@ -260,7 +284,9 @@ def _credentials() -> list[tuple[str, str]]:
 
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
     if isinstance(content, dict):
-        return {_redact(key, credentials): _redact(value, credentials) for key, value in content.items()}
+        return {
+            _redact(key, credentials): _redact(value, credentials) for key, value in content.items()
+        }
     if isinstance(content, (list, tuple)):
         return type(content)(_redact(item, credentials) for item in content)
     if not isinstance(content, str):

@@ -17,7 +17,9 @@ from contaccum.data.beir import shipped_scifact
 from contaccum.evaluation.beir_sets import evaluate_beir
 from contaccum.evaluation.metrics import paired_bootstrap
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default=str(shipped_scifact()), help="a BEIR folder")
 parser.add_argument("--max_steps", type=int, default=24, help="updates in all")
@@ -52,7 +54,13 @@ trainer.save_model(options.output_dir)
 
 # 4. Compare: the same queries before and after, resampled, say whether the difference is more than chance
 after = evaluate_beir(model, test)
-old, new = ([result.per_query[query]["NDCG@10"] for query in test.queries] for result in (before, after))
+old, new = (
+    [result.per_query[query]["NDCG@10"] for query in test.queries] for result in (before, after)
+)
 found = paired_bootstrap(new, old)
 print(f"nDCG@10 {before.metrics['NDCG@10']:.4f} before, {after.metrics['NDCG@10']:.4f} after")
-print("difference {difference:+.4f}, 95% from {low:+.4f} to {high:+.4f}, p = {p_value:.4f}".format(**found))
+print(
+    "difference {difference:+.4f}, 95% from {low:+.4f} to {high:+.4f}, p = {p_value:.4f}".format(
+        **found
+    )
+)

@@ -15,10 +15,14 @@ from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_training_data
 from contaccum.encoders.adapters import add_adapter, merge_adapter
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B-Base")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
-parser.add_argument("--max_steps", type=int, default=-1, help="updates; default: one pass over the data")
+parser.add_argument(
+    "--max_steps", type=int, default=-1, help="updates; default: one pass over the data"
+)
 parser.add_argument("--output_dir", default="runs/decoder_lora")
 options = parser.parse_args()
 

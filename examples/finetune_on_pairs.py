@@ -19,11 +19,15 @@ from contaccum.data.readers import Source
 from contaccum.data.split import SplitSettings, read_split, split_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
 parser.add_argument("--held_out", type=int, default=500, help="queries")
-parser.add_argument("--max_steps", type=int, default=-1, help="updates; default: one pass over the data")
+parser.add_argument(
+    "--max_steps", type=int, default=-1, help="updates; default: one pass over the data"
+)
 parser.add_argument("--output_dir", default="runs/finetune_on_pairs")
 options = parser.parse_args()
 

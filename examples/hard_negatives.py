@@ -16,10 +16,14 @@ from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_training_data
 from contaccum.mining import mine_hard_negatives, write_mined
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
-parser.add_argument("--max_steps", type=int, default=-1, help="updates; default: one pass over the data")
+parser.add_argument(
+    "--max_steps", type=int, default=-1, help="updates; default: one pass over the data"
+)
 parser.add_argument("--output_dir", default="runs/hard_negatives")
 options = parser.parse_args()
 

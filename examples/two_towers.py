@@ -17,10 +17,14 @@ from sentence_transformers.util import semantic_search
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.data import load_training_data
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", default="bert-base-uncased")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
-parser.add_argument("--max_steps", type=int, default=-1, help="updates; default: three passes over the data")
+parser.add_argument(
+    "--max_steps", type=int, default=-1, help="updates; default: three passes over the data"
+)
 parser.add_argument("--output_dir", default="runs/two_towers")
 options = parser.parse_args()
 
@@ -57,5 +61,7 @@ trainer.save_model(options.output_dir)
 rows = data.dataset[:1000]
 passages = list(dict.fromkeys(rows["positive"]))
 embeddings = model.encode_document(passages, convert_to_tensor=True)
-for hit in semantic_search(model.encode_query(rows["query"][:1], convert_to_tensor=True), embeddings, top_k=3)[0]:
+for hit in semantic_search(
+    model.encode_query(rows["query"][:1], convert_to_tensor=True), embeddings, top_k=3
+)[0]:
     print(f"{hit['score']:.3f}  {rows['query'][0]}  ->  {passages[hit['corpus_id']][:80]}")

@@ -51,13 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = itertools.product(args.datasets, args.memory, args.methods)
         plans = {cell: plan(*cell, args, train_options) for cell in cells}
         if args.dry_run:
-            for step in {step.mark: step for steps in plans.values() for step in steps}.values():  # runs share data
+            for step in {
+                step.mark: step for steps in plans.values() for step in steps
+            }.values():  # runs share data
                 print(step.line)
             return 0
         for cell, steps in plans.items():
             for step in steps:
                 do(step)
-            shutil.rmtree(args.output_dir.joinpath(*cell, "passages"), ignore_errors=True)  # 32 GB of Wikipedia
+            shutil.rmtree(
+                args.output_dir.joinpath(*cell, "passages"), ignore_errors=True
+            )  # 32 GB of Wikipedia
         page = table(list(plans), args.output_dir)
         write_text(args.output_dir / "table1.md", page)
         print(f"{page}\nwritten: {args.output_dir / 'table1.md'}")
@@ -67,34 +71,92 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def plan(dataset: str, memory: str, method: str, args: argparse.Namespace, train_options: Sequence[str]) -> list[Step]:
+def plan(
+    dataset: str, memory: str, method: str, args: argparse.Namespace, train_options: Sequence[str]
+) -> list[Step]:
     """The steps of one run; raises `ConfigError` for options that `contaccum train` does not take."""
     about, cell = TABLE["datasets"][dataset], f"{dataset}/{memory}/{method}"
     steps, train_data, passages, queries = _data(about, args)
     folder = args.output_dir / dataset / memory / method
-    model, store, found, scores = (str(folder / x) for x in ("model", "passages", "run.trec", "scores.json"))
+    model, store, found, scores = (
+        str(folder / x) for x in ("model", "passages", "run.trec", "scores.json")
+    )
 
-    train = ["train", str(RECIPES / f"{dataset}.yaml"), "--train_data", train_data, "--output_dir", model]
+    train = [
+        "train",
+        str(RECIPES / f"{dataset}.yaml"),
+        "--train_data",
+        train_data,
+        "--output_dir",
+        model,
+    ]
     train += ["--per_device_train_batch_size", str(PAIRS[memory])]
-    train += ["--method", method, "--bank_size", "0"] if method != "contaccum" else []  # which the recipes are for
+    train += (
+        ["--method", method, "--bank_size", "0"] if method != "contaccum" else []
+    )  # which the recipes are for
     train += ["--total_train_batch_size", str(PAIRS[memory])] if method == "in_batch" else []
     train += train_options
     parse(train[1:])
     encoding = ["--batch_size", str(args.batch_size), "--precision", args.precision]
-    search = ["search", model, "--store", store, "--queries", queries, "--output", found, "--top_k", TOP_K, *encoding]
+    search = [
+        "search",
+        model,
+        "--store",
+        store,
+        "--queries",
+        queries,
+        "--output",
+        found,
+        "--top_k",
+        TOP_K,
+        *encoding,
+    ]
     if "split" in about:
         search += ["--split", about["split"]]
-        score = ["evaluate", "--run", found, "--data", passages, "--split", about["split"], "--k_values", "10"]
+        score = [
+            "evaluate",
+            "--run",
+            found,
+            "--data",
+            passages,
+            "--split",
+            about["split"],
+            "--k_values",
+            "10",
+        ]
     else:
-        score = ["open_qa", "--run", found, "--questions", queries, "--passages", passages, "--match", about["match"]]
+        score = [
+            "open_qa",
+            "--run",
+            found,
+            "--questions",
+            queries,
+            "--passages",
+            passages,
+            "--match",
+            about["match"],
+        ]
         score += ["--k_values", "1", "5"]
     commands = {
         "train": [*train, "--resume_from_checkpoint", "auto"],
-        "encode": ["encode", model, "--corpus", passages, "--output", store, "--dtype", "float16", *encoding],
+        "encode": [
+            "encode",
+            model,
+            "--corpus",
+            passages,
+            "--output",
+            store,
+            "--dtype",
+            "float16",
+            *encoding,
+        ],
         "search": search,
         "score": [*score, "20", TOP_K, "--output", scores],
     }
-    return steps + [Step(f"{cell}: {name}", command, folder / f"{name}.done") for name, command in commands.items()]
+    return steps + [
+        Step(f"{cell}: {name}", command, folder / f"{name}.done")
+        for name, command in commands.items()
+    ]
 
 
 def _data(about: Any, args: argparse.Namespace) -> tuple[list[Step], str, str, str]:
@@ -109,8 +171,23 @@ def _data(about: Any, args: argparse.Namespace) -> tuple[list[Step], str, str, s
         return fetched, str(paths[0]), str(paths[1]), str(paths[2])
     name, train = about["beir"], args.data_dir / about["beir"] / "train.jsonl"
     folder = cache_folder("beir", name)
-    mine = ["mine", "--method", "bm25", "--data", str(folder), "--output", str(train), "--num_negatives", "30"]
-    mine += ["--cross_encoder", "cross-encoder/ms-marco-MiniLM-L6-v2", "--cross_encoder_margin", "3"]
+    mine = [
+        "mine",
+        "--method",
+        "bm25",
+        "--data",
+        str(folder),
+        "--output",
+        str(train),
+        "--num_negatives",
+        "30",
+    ]
+    mine += [
+        "--cross_encoder",
+        "cross-encoder/ms-marco-MiniLM-L6-v2",
+        "--cross_encoder_margin",
+        "3",
+    ]
     fetched = [Step(f"download {name}", ["download", name], folder / "corpus.jsonl")]
     mined = Step(f"mine {name}", mine, train.with_suffix(".done"))
     return [*fetched, mined], str(train), str(folder), str(folder)
@@ -130,7 +207,9 @@ def do(step: Step) -> None:
         return
     step.mark.parent.mkdir(parents=True, exist_ok=True)
     if code := call(step.command):
-        raise UserError(f"{step.name} ended with exit code {code}; mend that, and the next start goes on from there")
+        raise UserError(
+            f"{step.name} ended with exit code {code}; mend that, and the next start goes on from there"
+        )
     write_text(step.mark, step.line)
 
 
@@ -165,13 +244,19 @@ def table(cells: Sequence[tuple[str, str, str]], folder: Path) -> str:
             metrics = {name: scores[name] for name in about["metrics"]}
             rows.append({"memory": cell[1], "model": cell[2], "metrics": metrics, "source": "here"})
         for row in rows + about["published"]:
-            figures = ", ".join(f"{name} {100 * value:.1f}" for name, value in row["metrics"].items())
-            lines.append(f"| {about['title']} | {row['memory']} | {row['model']} | {figures} | {row['source']} |")
+            figures = ", ".join(
+                f"{name} {100 * value:.1f}" for name, value in row["metrics"].items()
+            )
+            lines.append(
+                f"| {about['title']} | {row['memory']} | {row['model']} | {figures} | {row['source']} |"
+            )
     return "\n".join([*lines, ""])
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
     add, datasets = parser.add_argument, list(TABLE["datasets"])
     add("--datasets", nargs="+", choices=datasets, default=datasets)
     add("--memory", nargs="+", choices=tuple(PAIRS), default=["11gb"], help="default: 11gb")
@@ -179,8 +264,18 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--dry-run", action="store_true", help="print the steps, and do nothing")
     add("--data_dir", type=Path, default=Path("data"), metavar="DIR")
     add("--output_dir", type=Path, default=Path("runs/paper"), metavar="DIR")
-    add("--files_from", default="https://dl.fbaipublicfiles.com/dpr", metavar="URL", help="a mirror of DPR's files")
-    add("--precision", choices=("float32", "bfloat16", "float16"), default="float32", help="of encoding")
+    add(
+        "--files_from",
+        default="https://dl.fbaipublicfiles.com/dpr",
+        metavar="URL",
+        help="a mirror of DPR's files",
+    )
+    add(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of encoding",
+    )
     add("--batch_size", type=int, default=32, metavar="N", help="of encoding")
     return parser.parse_known_args(argv)
 

@@ -58,7 +58,9 @@ def places(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("places")
     write_training_and_beir_data(root, 24)
     set_seed(7)
-    AutoModel.from_config(bert_config(1, 16, 16, max_position_embeddings=512)).save_pretrained(root / "backbone")
+    AutoModel.from_config(bert_config(1, 16, 16, max_position_embeddings=512)).save_pretrained(
+        root / "backbone"
+    )
     word_tokenizer().save_pretrained(root / "backbone")
     return root
 
@@ -69,12 +71,22 @@ def train(places) -> Callable[..., int]:
     from contaccum.cli import main
 
     def run(output: Path, *files: str, **keys: Any) -> int:
-        given = {"model": places / "backbone", "train_data": places / "pairs.jsonl", "output_dir": output}
-        given |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bank_size": 8}
+        given = {
+            "model": places / "backbone",
+            "train_data": places / "pairs.jsonl",
+            "output_dir": output,
+        }
+        given |= {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "bank_size": 8,
+        }
         given |= {"num_train_epochs": 1, "learning_rate": 0.01, "save_strategy": "no"}
         given |= {"use_cpu": "true", "disable_tqdm": "true", **keys}
         words = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
-        options = [(f"--{key}", *map(str, value)) for key, value in words.items() if value != [None]]
+        options = [
+            (f"--{key}", *map(str, value)) for key, value in words.items() if value != [None]
+        ]
         return main(["train", *files, *(word for option in options for word in option)])
 
     return run
@@ -86,7 +98,12 @@ def tiny_model_path(tiny_config, tiny_tokenizer, tmp_path_factory) -> str:
     from contaccum import DualEncoder
 
     path = str(tmp_path_factory.mktemp("model") / "tiny")
-    options = {"tokenizer": tiny_tokenizer, "pooling": "mean", "normalize": True, "passage_max_length": 40}
+    options = {
+        "tokenizer": tiny_tokenizer,
+        "pooling": "mean",
+        "normalize": True,
+        "passage_max_length": 40,
+    }
     torch.manual_seed(0)
     DualEncoder.from_backbone(tiny_config, device="cpu", **options).save_pretrained(path)
     return path

@@ -15,10 +15,14 @@ def sentences(count: int, seed: int = 0, length: int = 6) -> list[str]:
     """``count`` distinct sentences over WORDS."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(WORDS), (count, length), generator=generator)
-    return [" ".join(WORDS[i] for i in row) + f" {number}" for number, row in enumerate(picks.tolist())]
+    return [
+        " ".join(WORDS[i] for i in row) + f" {number}" for number, row in enumerate(picks.tolist())
+    ]
 
 
 def features(model: Any, n: int, columns: int = 2, seed: int = 0) -> list[dict[str, Any]]:
     """Queries and the texts beside them, as a loss of sentence-transformers gets them."""
     tasks = ["query"] + ["document"] * (columns - 1)
-    return [model.preprocess(sentences(n, seed * 10 + i), task=task) for i, task in enumerate(tasks)]
+    return [
+        model.preprocess(sentences(n, seed * 10 + i), task=task) for i, task in enumerate(tasks)
+    ]

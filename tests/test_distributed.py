@@ -20,12 +20,26 @@ WORLD = 3  # two and four train in tests/training/test_forked_runs.py
 SETTINGS: dict[str, dict[str, Any]] = {
     "in_batch": {"bank_size": 0},
     "contaccum": {"bank_size": 17, "similarity": "cos", "temperature": 0.1},
-    "contaccum_as_published": {"bank_size": 17, "drift_compensation": "none", "normalize_by": "all"},
+    "contaccum_as_published": {
+        "bank_size": 17,
+        "drift_compensation": "none",
+        "normalize_by": "all",
+    },
     "blocks": {"bank_size": 70, "drift_compensation": "mean"},
     "no_masks": {"bank_size": 9, "mask_duplicates": False, "drift_compensation": "fresh"},
     "pre_batch": {"bank_size": 17, "query_bank_size": 0},
-    "filters": {"bank_size": 17, "similarity": "cos", "false_negative_margin": 0.1, "guide_margin": 0.1},
-    "hardness": {"bank_size": 17, "similarity": "cos", "hardness_mode": "all_negatives", "hardness_strength": 2.0},
+    "filters": {
+        "bank_size": 17,
+        "similarity": "cos",
+        "false_negative_margin": 0.1,
+        "guide_margin": 0.1,
+    },
+    "hardness": {
+        "bank_size": 17,
+        "similarity": "cos",
+        "hardness_mode": "all_negatives",
+        "hardness_strength": 2.0,
+    },
     "directions": {"bank_size": 17, "directions": tuple(DIRECTIONS), "similarity": "cos"},
 }
 CASES = [(name, h) for name in SETTINGS for h in (0, 2)]
@@ -49,7 +63,9 @@ class Towers(torch.nn.Module):
         return [x @ (self.passage if index else self.query).T for index, x in enumerate(columns)]
 
 
-def micro_batch(step: int, rank: int, n: int, h: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def micro_batch(
+    step: int, rank: int, n: int, h: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     shapes = [(n, D), (n, D)] + ([(n, h, D)] if h else [])
     inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -94,8 +110,12 @@ def run_steps(case: tuple[str, int], ranks: list[int], **more: Any) -> dict[str,
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    results: dict[Any, Any] = {case: run_steps(case, [rank], gather_across_devices=True) for case in CASES}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
+    )
+    results: dict[Any, Any] = {
+        case: run_steps(case, [rank], gather_across_devices=True) for case in CASES
+    }
     results["refusals"] = refusals(rank)
     results["full softmax"] = softmax_over_documents([rank])
     torch.save(results, f"{folder}/{rank}.pt")
@@ -151,7 +171,9 @@ def refusals(rank: int) -> dict[str, str]:
     """What every rank says when one of them brings something that fits nowhere."""
     said = {}
     for name in ("hard negatives", "empty"):
-        inputs, _ = micro_batch(0, rank, 0 if name == "empty" else 2, 1 + (rank == 1 and name == "hard negatives"))
+        inputs, _ = micro_batch(
+            0, rank, 0 if name == "empty" else 2, 1 + (rank == 1 and name == "hard negatives")
+        )
         try:
             BankedInfoNCE(bank_size=4, gather_across_devices=True)(*inputs)
         except ValueError as error:
@@ -168,11 +190,16 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_to_the_bit(case, ranks):
+def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_to_the_bit(
+    case, ranks
+):
     alone = run_steps(case, list(range(WORLD)))
     for result in (rank[case] for rank in ranks):
         assert result["losses"] == ranks[0][case]["losses"]
-        assert all(torch.equal(value, result["state"][key]) for key, value in ranks[0][case]["state"].items())
+        assert all(
+            torch.equal(value, result["state"][key])
+            for key, value in ranks[0][case]["state"].items()
+        )
         assert result["losses"] == pytest.approx(alone["losses"], abs=1e-10)
         for ours, theirs in zip(result["gradients"], alone["gradients"], strict=True):
             assert theirs.abs().max() > 1e-3

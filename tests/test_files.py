@@ -32,7 +32,9 @@ from contaccum.files import (
         (FileNotFoundError(errno.ENOENT, "of what was read"), FileNotFoundError),
     ],
 )
-def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(error, expected, tmp_path):
+def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(
+    error, expected, tmp_path
+):
     path = tmp_path / "out.json"
     path.write_text("before")
     with pytest.raises(expected), atomic_file(path) as part:
@@ -41,7 +43,9 @@ def test_a_file_that_fails_half_way_leaves_the_one_before_it_and_nothing_else(er
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["out.json"]
 
 
-def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(tmp_path):
+def test_a_file_is_as_readable_as_any_other_and_replaces_a_link_instead_of_what_it_leads_to(
+    tmp_path,
+):
     out, precious = tmp_path / "out", tmp_path / "precious"
     precious.write_text("keep me")
     out.symlink_to(precious)
@@ -75,7 +79,9 @@ with atomic_folder(sys.argv[1]) as part:
 
 
 def write_in_another_process(path: Path, name: str, end: str = "whole") -> int:
-    return subprocess.run([sys.executable, "-c", WRITES, str(path), name, end], timeout=60).returncode
+    return subprocess.run(
+        [sys.executable, "-c", WRITES, str(path), name, end], timeout=60
+    ).returncode
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -105,8 +111,12 @@ def test_what_a_killed_process_left_over_is_removed_and_what_a_running_one_write
     assert os.listdir(path) == ["ours"]
 
 
-@pytest.mark.parametrize("moment", ["before the old folder is moved away", "before the new one takes the name"])
-def test_two_processes_that_put_a_folder_there_at_the_same_moment_leave_one_of_them(moment, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "moment", ["before the old folder is moved away", "before the new one takes the name"]
+)
+def test_two_processes_that_put_a_folder_there_at_the_same_moment_leave_one_of_them(
+    moment, tmp_path, monkeypatch
+):
     path = tmp_path / "store"
     with atomic_folder(path) as part:
         (part / "before").touch()
@@ -147,7 +157,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     require_writable(tmp_path / "new" / "folder" / "out.json")
     assert os.listdir(tmp_path / "new" / "folder") == []
     (tmp_path / "file").touch()
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "out.json", "cannot be written")):
+    for path, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "out.json", "cannot be written"),
+    ):
         with pytest.raises(UserError, match=message):
             require_writable(path)
 
@@ -160,7 +173,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         ({}, "/home/me/.cache/contaccum/sets/a"),
     ],
 )
-def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(variables, expected, monkeypatch):
+def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
+    variables, expected, monkeypatch
+):
     for name in ("CONTACCUM_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
@@ -170,7 +185,11 @@ def test_the_cache_lies_where_its_variable_or_xdg_s_says_with_the_home_expanded(
 
 def test_a_fingerprint_sees_content_order_and_boundaries_but_not_the_order_of_keys():
     assert fingerprint("ab", "c") != fingerprint("a", "bc") != fingerprint("abc")
-    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1}) != fingerprint({"a": 1, "b": [3]})
+    assert (
+        fingerprint({"a": 1, "b": [2]})
+        == fingerprint({"b": [2], "a": 1})
+        != fingerprint({"a": 1, "b": [3]})
+    )
     assert fingerprint("a", 1) != fingerprint(1, "a")
     parts = Fingerprint("a")
     parts.add(b"b", 3)
@@ -189,11 +208,17 @@ URL = "https://someone:planted-url-password@example.org/data"
 @pytest.mark.parametrize("name", SECRETS)
 def test_what_is_written_as_json_holds_no_credential_at_any_depth(name, monkeypatch, tmp_path):
     monkeypatch.setenv(name, SECRETS[name])
-    content = {"a": [f"--token={SECRETS[name]}!", {"b": [URL, 3, None]}], SECRETS[name]: str(Path(URL))}
+    content = {
+        "a": [f"--token={SECRETS[name]}!", {"b": [URL, 3, None]}],
+        SECRETS[name]: str(Path(URL)),
+    }
     write_json(tmp_path / "run.json", content)
     # A path makes one slash of two.
     expected = {"b": ["https://***@example.org/data", 3, None]}, "https:/***@example.org/data"
-    assert read_json(tmp_path / "run.json") == {"a": [f"--token=<{name}>!", expected[0]], f"<{name}>": expected[1]}
+    assert read_json(tmp_path / "run.json") == {
+        "a": [f"--token=<{name}>!", expected[0]],
+        f"<{name}>": expected[1],
+    }
 
 
 def test_what_is_no_credential_stays(monkeypatch, tmp_path):

@@ -31,14 +31,19 @@ def _name(path: Path) -> str:
 def _is_long(node: ast.AST) -> bool:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
-    first = node.body[0].lineno  # a signature with one argument a line is not what makes a function long
+    first = node.body[
+        0
+    ].lineno  # a signature with one argument a line is not what makes a function long
     return (node.end_lineno or 0) - first >= 60
 
 
 def test_no_module_is_over_450_lines_and_no_body_of_a_function_over_60():
     assert [path.name for path in MODULES if _lines([path]) > 450] == []
     functions = [
-        f"{path.name}:{node.name}" for path, tree in TREES.items() for node in ast.walk(tree) if _is_long(node)
+        f"{path.name}:{node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if _is_long(node)
     ]
     assert functions == []
 
@@ -66,8 +71,14 @@ def test_no_circle_of_imports_type_checking_counted():
     for path, tree in TREES.items():
         found = set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("contaccum"):
-                found |= {f"{node.module}.{alias.name}" for alias in node.names} & names or {node.module} & names
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.startswith("contaccum")
+            ):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} & names or {
+                    node.module
+                } & names
             elif isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names} & names
         # The package's own __init__ names its parts for lazy imports; nothing is imported from it inside.
@@ -87,7 +98,10 @@ def test_no_circle_of_imports_type_checking_counted():
 
 def test_every_import_is_declared():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    declared = {re.split(r"[<>=;\[ ]", x)[0].lower().replace("-", "_") for x in re.findall(r'"([^"\n]+)"', pyproject)}
+    declared = {
+        re.split(r"[<>=;\[ ]", x)[0].lower().replace("-", "_")
+        for x in re.findall(r'"([^"\n]+)"', pyproject)
+    }
     called = {"yaml": "pyyaml", "faiss": "faiss_cpu", "pytrec_eval": "pytrec_eval_terrier"}
     imported = set()
     for tree in TREES.values():
@@ -104,14 +118,20 @@ def test_every_name_that_docs_and_examples_import_is_in_the_reference():
     """That each name there exists is checked by `make docs`."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
-    imported = {x for names in re.findall(r"from contaccum[\w.]* import ([\w, ]+)", text) for x in names.split(", ")}
+    imported = {
+        x
+        for names in re.findall(r"from contaccum[\w.]* import ([\w, ]+)", text)
+        for x in names.split(", ")
+    }
     listed = set(re.findall(r"^::: contaccum\..*?(\w+)$", text, re.MULTILINE))
     assert (imported | set(contaccum.__all__)) - listed == {"__version__"}
 
 
 def test_importing_the_package_takes_less_than_a_tenth_of_a_second():
     code = "import time; t = time.perf_counter(); import contaccum; print(time.perf_counter() - t)"
-    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
+    times = [
+        float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)
+    ]
     assert min(times) < 0.1
 
 

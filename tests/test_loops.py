@@ -22,7 +22,9 @@ SHARED = "What all loops share"
 
 def code(section: str) -> str:
     """The fenced Python of a section of the page, as it stands there."""
-    (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    (body,) = re.findall(
+        rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
+    )
     blocks = re.findall(r"^```python\n(.*?)^```$", body, re.MULTILINE | re.DOTALL)
     assert blocks, f"no code under {section}"
     return "\n".join(blocks)
@@ -61,7 +63,9 @@ def build() -> Callable[..., DualEncoder]:
 @pytest.fixture(autouse=True)
 def _no_accelerator_of_another_test() -> None:
     """Forget the precision that a trainer of another test file has set for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # private, but accelerate's own tests use nothing else
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # private, but accelerate's own tests use nothing else
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,11 @@ def expected(build, dataset, tmp_path_factory) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("plain"))
         names = run("PyTorch", model, dataset)
-    assert names["K"] > 1 and names["UPDATES"] == 20 and names["loss_fn"].settings.drift_compensation == "auto"
+    assert (
+        names["K"] > 1
+        and names["UPDATES"] == 20
+        and names["loss_fn"].settings.drift_compensation == "auto"
+    )
     after = model.state_dict()
     moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
     assert len(moved) > len(before) // 2
@@ -82,7 +90,11 @@ def expected(build, dataset, tmp_path_factory) -> dict[str, torch.Tensor]:
     return {**after, "banked passages": bank.passages}
 
 
-LOOPS = [section for section in re.findall(r"^## (.*)$", PAGE, re.MULTILINE) if not section.startswith("What ")]
+LOOPS = [
+    section
+    for section in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    if not section.startswith("What ")
+]
 
 
 def run(section: str, model: DualEncoder, dataset: Dataset) -> dict[str, Any]:
@@ -95,7 +107,9 @@ def run(section: str, model: DualEncoder, dataset: Dataset) -> dict[str, Any]:
 def bank_of(names: dict[str, Any]) -> Any:
     if "loss" in names:
         return names["loss"].info_nce.bank
-    return (names["loss_fn"] if "loss_fn" in names else names["trainer"].lightning_module.loss_fn).bank
+    return (
+        names["loss_fn"] if "loss_fn" in names else names["trainer"].lightning_module.loss_fn
+    ).bank
 
 
 @pytest.mark.slow  # twenty updates and a start anew, in each of four loops
@@ -110,7 +124,10 @@ def test_loop_of_the_page_ends_with_the_weights_of_the_plain_loop_though_killed_
     with pytest.raises(Killed):
         run(section, build(dies_at=12 * 4 + 3), dataset)
     model = build()
-    ended = {**model.state_dict(), "banked passages": bank_of(run(section, model, dataset)).passages}
+    ended = {
+        **model.state_dict(),
+        "banked passages": bank_of(run(section, model, dataset)).passages,
+    }
     assert ended.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(ended[name], expected[name])] == []
 
@@ -121,11 +138,17 @@ def test_the_trainer_ends_with_the_weights_of_the_plain_loop(build, dataset, exp
     names: dict[str, Any] = {"model": build(), "dataset": dataset}
     exec(code(SHARED), names)
     model = build()
-    called = {"per_device_train_batch_size": "N", "gradient_accumulation_steps": "K", "max_steps": "UPDATES"}
+    called = {
+        "per_device_train_batch_size": "N",
+        "gradient_accumulation_steps": "K",
+        "max_steps": "UPDATES",
+    }
     called |= {"warmup_steps": "WARMUP", "learning_rate": "LEARNING_RATE", "max_grad_norm": "CLIP"}
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),
-        batch_sampler=lambda dataset, batch_size, **_: BatchSampler(names["order"], batch_size, drop_last=True),
+        batch_sampler=lambda dataset, batch_size, **_: BatchSampler(
+            names["order"], batch_size, drop_last=True
+        ),
         save_strategy="no",
         disable_tqdm=True,
         **{key: names[name] for key, name in called.items()},

@@ -53,7 +53,9 @@ def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
     options = {"initializer_range": 0.5, "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
     torch.manual_seed(0)
-    BertForSequenceClassification(type(tiny_config)(**{**tiny_config.to_dict(), **options})).save_pretrained(path)
+    BertForSequenceClassification(
+        type(tiny_config)(**{**tiny_config.to_dict(), **options})
+    ).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return load_cross_encoder(str(path), "cpu")
 
@@ -78,7 +80,9 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     mined = mine(model, records, **settings)
     settings |= {"output_format": "labeled-list", "verbose": False}
     theirs = util.mine_hard_negatives(Dataset.from_list(records), model, **settings)
-    expected = dict(zip(theirs["query"], (passages[1:] for passages in theirs["positive"]), strict=True))
+    expected = dict(
+        zip(theirs["query"], (passages[1:] for passages in theirs["positive"]), strict=True)
+    )
     data = mined.data
     for number, query in enumerate(data.queries):
         found = [data.documents[row].passage for row in mined.rows[number] if row >= 0]
@@ -88,12 +92,16 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
 
 
 def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
-    rules = SelectionRules(num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random")
+    rules = SelectionRules(
+        num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random"
+    )
     scores, rng = -np.arange(10, dtype=np.float32), np.random.default_rng(0)
     counts = Counter(int(_selected(scores, np.float32(1), rules, rng)[0]) for _ in range(2000))
     assert set(counts) == {3, 4, 5, 6, 7}
     assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
-    one, again, other = (mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1))
+    one, again, other = (
+        mine(model, pairs, sampling="random", seed=seed).rows.tolist() for seed in (0, 0, 1)
+    )
     assert one == again != other
 
 
@@ -101,17 +109,23 @@ def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
 def test_negatives_are_the_best_passages_that_are_not_known_and_scores_are_the_models(
     tiny_config, tiny_tokenizer, beir, similarity
 ):
-    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu")
+    model = DualEncoder.from_backbone(
+        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu"
+    )
     data = load_mining_data(beir)
     mined = mine(model, data, similarity=similarity, num_negatives=4)
     settings = {"normalize_embeddings": similarity == "cos"}
     passages = [{"title": d.title, "text": d.text} for d in data.documents]
-    expected = model.encode_queries(data.queries, **settings) @ model.encode_corpus(passages, **settings).T
+    expected = (
+        model.encode_queries(data.queries, **settings) @ model.encode_corpus(passages, **settings).T
+    )
     for number in range(10):
         order = [row for row in np.argsort(-expected[number]) if row not in data.excluded[number]]
         assert mined.rows[number].tolist() == order[:4]
         assert mined.scores[number] == pytest.approx(expected[number, order[:4]], abs=1e-5)
-        assert mined.positive_scores[number] == pytest.approx(expected[number, data.positives[number]], abs=1e-5)
+        assert mined.positive_scores[number] == pytest.approx(
+            expected[number, data.positives[number]], abs=1e-5
+        )
 
 
 def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
@@ -130,14 +144,22 @@ def test_margins_are_counted_from_the_lowest_of_several_positives(model, pairs):
 @pytest.mark.parametrize("method", ["dense", "bm25"])
 def test_positives_outside_the_pool_are_scored_and_never_found(model, pairs, tmp_path, method):
     texts = [f"the cat {' '.join(sentences(1, n))}" for n in range(7)]
-    corpus = write_lines(tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)])
+    corpus = write_lines(
+        tmp_path / "c.jsonl", [{"_id": str(n), "text": text} for n, text in enumerate(texts)]
+    )
     mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus))
     assert 0 <= mined.rows.max() <= 6
     assert [len(values) for values in mined.positive_scores] == [2] * 4 + [1] * 32
 
 
 def test_bm25_finds_only_passages_with_a_word_of_the_query_and_orders_ties_by_row():
-    texts = {"colour": "blue sky", "x": "green grass", "lost": "grey sky", "Blue sky!": "sky high", "z": "a b"}
+    texts = {
+        "colour": "blue sky",
+        "x": "green grass",
+        "lost": "grey sky",
+        "Blue sky!": "sky high",
+        "z": "a b",
+    }
     mined = mine(None, [{"query": query, "positive": text} for query, text in texts.items()])
     assert mined.rows.tolist() == [[-1] * 3, [-1] * 3, [-1] * 3, [0, 2, -1], [-1] * 3]
     assert mined.scores[3, 0] > mined.scores[3, 1] and np.isneginf(mined.scores[3, 2])
@@ -150,7 +172,9 @@ def test_bm25_without_a_word_is_refused():
 
 
 @pytest.mark.parametrize("sampling", ["top", "random"])
-def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(model, cross_encoder, pairs, sampling):
+def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(
+    model, cross_encoder, pairs, sampling
+):
     settings = {"range_max": 12, "num_negatives": 2, "sampling": sampling, "relative_margin": 0.0}
     mined = mine(model, pairs, cross_encoder=cross_encoder, cross_encoder_margin=1.0, **settings)
     without = mine(model, pairs, range_max=12, num_negatives=12, relative_margin=0.0)
@@ -159,7 +183,11 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(mode
 
         def logits(rows: list[int], query: str = query) -> list[float]:
             texts = [(query, data.documents[row].passage) for row in rows]
-            return cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist() if texts else []
+            return (
+                cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist()
+                if texts
+                else []
+            )
 
         before = [row for row in without.rows[number].tolist() if row >= 0]
         bound = min(logits(data.positives[number])) - 1.0
@@ -170,24 +198,39 @@ def test_a_cross_encoder_keeps_what_is_far_enough_below_the_lowest_positive(mode
         assert sampling == "random" or found == passing[:2]
         assert sampling == "random" or (np.diff([before.index(row) for row in found]) > 0).all()
         assert mined.scores[number][there] == pytest.approx(logits(found), abs=1e-4)
-        assert mined.positive_scores[number] == pytest.approx(logits(data.positives[number]), abs=1e-4)
+        assert mined.positive_scores[number] == pytest.approx(
+            logits(data.positives[number]), abs=1e-4
+        )
 
 
 def test_a_model_in_training_is_left_as_it_was_and_nothing_is_written(
     tiny_config, tiny_tokenizer, pairs, tmp_path, monkeypatch
 ):
-    live = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu").train()
+    live = DualEncoder.from_backbone(
+        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu"
+    ).train()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
-    before = copy.deepcopy([*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)])
+    before = copy.deepcopy(
+        [*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)]
+    )
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
     first, again = (mine(live, read_lines(pairs), sampling="random") for _ in range(2))
     # In training mode dropout would give other scores each time.
-    assert first.rows.tolist() == again.rows.tolist() and first.scores.tolist() == again.scores.tolist()
+    assert (
+        first.rows.tolist() == again.rows.tolist()
+        and first.scores.tolist() == again.scores.tolist()
+    )
     assert all(module.training for module in live.modules()) and not list(tmp_path.iterdir())
-    assert torch.equal(torch.get_rng_state(), states[0]) and np.random.get_state()[1].tolist() == states[1]
-    after = [*live.state_dict().values(), *(p.grad for p in live.parameters() if p.grad is not None)]
+    assert (
+        torch.equal(torch.get_rng_state(), states[0])
+        and np.random.get_state()[1].tolist() == states[1]
+    )
+    after = [
+        *live.state_dict().values(),
+        *(p.grad for p in live.parameters() if p.grad is not None),
+    ]
     assert all(map(torch.equal, before, after)) and len(before) == len(after)
 
 
@@ -201,17 +244,27 @@ def mined(model, cross_encoder, pairs, beir) -> dict[str, Any]:
 
 @pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
 @pytest.mark.parametrize("source", ["pairs", "beir", "scored pairs"])
-def test_what_is_written_is_read_back_as_training_data(mined, cross_encoder, tmp_path, output_format, source):
+def test_what_is_written_is_read_back_as_training_data(
+    mined, cross_encoder, tmp_path, output_format, source
+):
     found, data, scored = mined[source], mined[source].data, source == "scored pairs"
     path = tmp_path / "new" / f"out.json{'' if output_format == 'dpr' else 'l'}"
     path, report = write_mined(found, path, output_format)
-    training = load_training_data(path, num_hard_negatives=2, positives="first", teacher_scores=scored).dataset
+    training = load_training_data(
+        path, num_hard_negatives=2, positives="first", teacher_scores=scored
+    ).dataset
     expected = [
-        (data.queries[q], data.documents[positive].passage, {data.documents[row].passage for row in found.rows[q]})
+        (
+            data.queries[q],
+            data.documents[positive].passage,
+            {data.documents[row].passage for row in found.rows[q]},
+        )
         for q, rows in enumerate(data.positives)
         for positive in rows[: 1 if output_format in ("dpr", "tevatron") else data.pair_counts[q]]
     ]
-    read = [(row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training]
+    read = [
+        (row["query"], row["positive"], {row["negative_1"], row["negative_2"]}) for row in training
+    ]
     assert read == expected
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [path.name, report.name]
     for row in training if scored else ():
@@ -229,9 +282,20 @@ def test_tevatron_and_dpr_records_have_their_formats_fields_and_all_positives(mi
         number = int(line["query_id"].removeprefix("q"))
         judged = [f"d{(3 * number + j) % 30}" for j in (0, 2)[: 2 - number % 2]]
         assert [passage["docid"] for passage in line["positive_passages"]] == judged
-        assert set(record) == {"question", "answers", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs"}
-        for ours, theirs in (("positive_passages", "positive_ctxs"), ("negative_passages", "hard_negative_ctxs")):
-            assert all(list(passage) == ["docid", "title", "text", "score"] for passage in line[ours])
+        assert set(record) == {
+            "question",
+            "answers",
+            "positive_ctxs",
+            "negative_ctxs",
+            "hard_negative_ctxs",
+        }
+        for ours, theirs in (
+            ("positive_passages", "positive_ctxs"),
+            ("negative_passages", "hard_negative_ctxs"),
+        ):
+            assert all(
+                list(passage) == ["docid", "title", "text", "score"] for passage in line[ours]
+            )
             assert [{"passage_id": x.pop("docid"), **x} for x in line[ours]] == record[theirs]
 
 
@@ -243,7 +307,9 @@ def test_queries_with_too_few_negatives_are_counted_and_no_rows_of_ntuples(model
     assert [len(line["negatives"]) for line in read_lines(pairs)] == [1, 1, 1, 2]
     record = json.loads(report.read_text())
     assert (record["data"]["queries"], record["queries_with_too_few"]) == (2, 1)
-    assert [line["query"] for line in read_lines(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])] == ["q2"]
+    assert [
+        line["query"] for line in read_lines(write_mined(found, tmp_path / "n.jsonl", "ntuples")[0])
+    ] == ["q2"]
     with pytest.raises(DataError, match="no query has 4 negatives"):
         write_mined(mine(model, data, num_negatives=4), tmp_path / "none.jsonl", "ntuples")
     assert not list(tmp_path.glob("none*"))
@@ -269,18 +335,31 @@ def passages(data, rows):
 
 def test_pool_of_pairs_is_their_distinct_positives_and_positives_of_a_query_come_together(tmp_path):
     rows = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
-    data = load_mining_data(write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows]))
+    data = load_mining_data(
+        write_lines(tmp_path / "p.jsonl", [{"query": q, "positive": p} for q, p in rows])
+    )
     assert data.queries == ["q1", "q2", "Q1 "] and data.pool_size == 4
-    assert [passages(data, rows) for rows in data.positives] == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
+    assert [passages(data, rows) for rows in data.positives] == [
+        ["a", "c", "d"],
+        ["b"],
+        ["d", "a", "c"],
+    ]
     assert data.pair_counts == [2, 1, 1]
-    assert [passages(data, rows) for rows in data.excluded] == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
+    assert [passages(data, rows) for rows in data.excluded] == [
+        ["a", "c", "d"],
+        ["b"],
+        ["a", "c", "d"],
+    ]
     assert (data.record["queries"], data.record["pairs"], data.record["passages"]) == (3, 4, 4)
 
 
 def test_further_positives_of_dpr_and_of_lists_are_known_though_they_make_no_pair(tmp_path):
     record = {"question": "q", "positive_ctxs": [{"title": "T", "text": x} for x in "ab"]}
     (tmp_path / "d.json").write_text(json.dumps([record]))
-    for source, expected in ((tmp_path / "d.json", ["T a", "T b"]), ([{"query": "q", "positive": ["a", "b"]}], "ab")):
+    for source, expected in (
+        (tmp_path / "d.json", ["T a", "T b"]),
+        ([{"query": "q", "positive": ["a", "b"]}], "ab"),
+    ):
         data = load_mining_data(source)
         assert passages(data, data.positives[0]) == list(expected)
         assert data.pair_counts == [1] and data.excluded == [[0, 1]]
@@ -299,10 +378,15 @@ QUERIES = {"q0": "What  colour is the SKY?", "q1": "Is grass green?"}
 
 
 def test_copies_of_a_positive_are_excluded_whatever_their_id_title_spacing_or_case(tmp_path):
-    folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)])
+    folder = write_beir(
+        tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)]
+    )
     data = load_mining_data(folder)
     assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
-    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [["d0", "d2", "d3", "d6"], ["d5"]]
+    assert [[data.documents[row].id for row in rows] for rows in data.excluded] == [
+        ["d0", "d2", "d3", "d6"],
+        ["d5"],
+    ]
 
 
 def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_candidates(tmp_path):
@@ -320,7 +404,9 @@ def test_a_separate_corpus_is_the_whole_pool_and_positives_outside_it_are_no_can
 
 def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
     folder = write_beir(tmp_path / "b", DOCUMENTS, QUERIES, [("q0", "d0", 1), ("q1", "d5", 1)])
-    cleaned = write_lines(tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}])
+    cleaned = write_lines(
+        tmp_path / "c.jsonl", [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}]
+    )
     data = load_mining_data(folder, cleaned)
     assert data.excluded == [[0], []]
     assert data.record["fingerprint"] != load_mining_data(folder).record["fingerprint"]
@@ -328,7 +414,11 @@ def test_a_separate_corpus_excludes_by_id_where_the_data_have_ids(tmp_path):
 
 @pytest.mark.parametrize(
     ("judged", "documents", "message"),
-    [("d0 0", DOCUMENTS, "no query"), ("d4 1", DOCUMENTS, "no query"), ("d4 1", {"d4": ("", " ")}, "no passage")],
+    [
+        ("d0 0", DOCUMENTS, "no query"),
+        ("d4 1", DOCUMENTS, "no query"),
+        ("d4 1", {"d4": ("", " ")}, "no passage"),
+    ],
 )
 def test_data_without_anything_to_mine_are_refused(tmp_path, judged, documents, message):
     with pytest.raises(DataError, match=message):

@@ -32,7 +32,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("release")
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
     source = shutil.copytree(ROOT, root / "source", ignore=left_out)
-    subprocess.run([*PIP, "wheel", "--no-build-isolation", "--no-deps", "-w", root, source], check=True)
+    subprocess.run(
+        [*PIP, "wheel", "--no-build-isolation", "--no-deps", "-w", root, source], check=True
+    )
     return next(root.glob("*.whl"))
 
 
@@ -40,25 +42,39 @@ def test_the_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"contaccum-{__version__}.dist-info/METADATA").decode()
-    no_part_of_it = {"__pycache__", ".ruff_cache", "ruff.toml"}
+    no_part_of_it = {"__pycache__", ".ruff_cache"}
     expected = set()
     for path in (ROOT / "contaccum").rglob("*"):
         if path.is_file() and not no_part_of_it & {*path.parts}:
             expected.add(path.relative_to(ROOT).as_posix())
     assert {x for x in names if ".dist-info/" not in x} == expected
-    assert f"\nVersion: {__version__}\n" in metadata and "\nProject-URL: Changelog, https://" in metadata
-    assert not re.search(r"\]\((?!https?:|#)", metadata)  # such a link of README.md would lead nowhere on PyPI
+    assert (
+        f"\nVersion: {__version__}\n" in metadata
+        and "\nProject-URL: Changelog, https://" in metadata
+    )
+    assert not re.search(
+        r"\]\((?!https?:|#)", metadata
+    )  # such a link of README.md would lead nowhere on PyPI
 
 
 def test_what_is_installed_runs_readme_and_examples(wheel, places, tiny_model_path, tmp_path):
     site = str(tmp_path / "site")
     subprocess.run([*PIP, "install", "--no-deps", "--target", site, wheel], check=True)
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     backbone = str(places / "backbone")
     before = BEFORE.format(site=site, version=__version__, model=tiny_model_path)
     code = [before, *blocks, AFTER.format(backbone=backbone, pairs=places / "pairs.jsonl")]
-    (tmp_path / "readme.py").write_text("\n".join(code).replace('"bert-base-uncased"', repr(backbone)))
+    (tmp_path / "readme.py").write_text(
+        "\n".join(code).replace('"bert-base-uncased"', repr(backbone))
+    )
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
     for argv in (["readme.py"], ["-m", "pytest", "-q", "tests/test_examples.py"]):
-        subprocess.run([sys.executable, *argv], cwd=tmp_path, env={**os.environ, "PYTHONPATH": site}, check=True)
+        subprocess.run(
+            [sys.executable, *argv],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": site},
+            check=True,
+        )

@@ -18,22 +18,42 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 import reproduce_table1  # noqa: E402  # a script, which lies beside the package
 
-FEW = ["--max_steps", "2", "--query_max_length", "20", "--passage_max_length", "60", "--total_train_batch_size", "8"]
+FEW = [
+    "--max_steps",
+    "2",
+    "--query_max_length",
+    "20",
+    "--passage_max_length",
+    "60",
+    "--total_train_batch_size",
+    "8",
+]
 
 
 @pytest.fixture
 def files(tmp_path):
     """The address of CuratedTREC, as if on DPR's server: 60 passages, 20 training questions, 12 test questions."""
-    context = [{"title": a, "text": b} for a, b in zip(sentences(60, 1, 2), sentences(60, 2, 9), strict=True)]
+    context = [
+        {"title": a, "text": b}
+        for a, b in zip(sentences(60, 1, 2), sentences(60, 2, 9), strict=True)
+    ]
     rows = [f"{n}\t{one['text']}\t{one['title']}\n" for n, one in enumerate(context, start=1)]
     of = {"negative_ctxs": [], "hard_negative_ctxs": context[30:32]}
-    train = [{"question": q, "positive_ctxs": [context[i]], **of} for i, q in enumerate(sentences(20, 3))]
+    train = [
+        {"question": q, "positive_ctxs": [context[i]], **of} for i, q in enumerate(sentences(20, 3))
+    ]
     questions = zip(sentences(12, 4), WORDS, strict=False)
     server = tmp_path / "server"
     for name, content in {
-        "wikipedia_split/psgs_w100.tsv.gz": gzip.compress("".join(["id\ttext\ttitle\n", *rows]).encode()),
-        "data/retriever/biencoder-curatedtrec-train.json.gz": gzip.compress(json.dumps(train).encode()),
-        "data/retriever/curatedtrec-test.qa.csv": "".join(f"{q}\t['{w[:2]}[a-z]+']\n" for q, w in questions).encode(),
+        "wikipedia_split/psgs_w100.tsv.gz": gzip.compress(
+            "".join(["id\ttext\ttitle\n", *rows]).encode()
+        ),
+        "data/retriever/biencoder-curatedtrec-train.json.gz": gzip.compress(
+            json.dumps(train).encode()
+        ),
+        "data/retriever/curatedtrec-test.qa.csv": "".join(
+            f"{q}\t['{w[:2]}[a-z]+']\n" for q, w in questions
+        ).encode(),
     }.items():
         (server / name).parent.mkdir(parents=True, exist_ok=True)
         (server / name).write_bytes(content)
@@ -47,7 +67,9 @@ def reproduce(tmp_path, files, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_cell_is_done_once_and_goes_on_where_it_failed(reproduce, tiny_model_path, tmp_path, monkeypatch, capsys):
+def test_a_cell_is_done_once_and_goes_on_where_it_failed(
+    reproduce, tiny_model_path, tmp_path, monkeypatch, capsys
+):
     done: list[str] = []
 
     def here(command: Sequence[str]) -> int:  # spares the start of another process
@@ -55,7 +77,17 @@ def test_a_cell_is_done_once_and_goes_on_where_it_failed(reproduce, tiny_model_p
         return 2 if done == ["train", "encode"] else contaccum(command)
 
     monkeypatch.setattr(reproduce_table1, "call", here)
-    line = ["--datasets", "trec", "--methods", "contaccum", "--model", tiny_model_path, "--use_cpu", "true", *FEW]
+    line = [
+        "--datasets",
+        "trec",
+        "--methods",
+        "contaccum",
+        "--model",
+        tiny_model_path,
+        "--use_cpu",
+        "true",
+        *FEW,
+    ]
     assert reproduce(*line) == 2
     assert "trec/11gb/contaccum: encode ended with exit code 2" in capsys.readouterr().err
     assert reproduce(*line, "--learning_rate", "1e-3") == 2
@@ -111,13 +143,31 @@ EPOCHS = {"msmarco": 10, "nq": 40, "trivia": 40, "webq": 100, "trec": 100}
 @pytest.mark.parametrize("method", reproduce_table1.METHODS)
 def test_a_recipe_is_taken_and_says_what_the_paper_says(data, memory, pairs, method):
     args, rest = reproduce_table1._parse([])
-    train = next(step for step in reproduce_table1.plan(data, memory, method, args, rest) if "train" in step.command)
+    train = next(
+        step
+        for step in reproduce_table1.plan(data, memory, method, args, rest)
+        if "train" in step.command
+    )
     model, source, args = parse(train.command[1:])
     assert args.method == method and args.pairs_per_micro_batch == pairs
     assert args.total_train_batch_size == (pairs if method == "in_batch" else 128)
     assert args.bank_size == (BANKS[data] if method == "contaccum" else 0)
     assert (args.num_train_epochs, args.warmup_steps) == (EPOCHS[data], 1237)
-    assert (args.learning_rate, args.adam_epsilon, args.weight_decay, args.max_grad_norm) == (2e-5, 1e-8, 0.0, 2.0)
-    assert (args.similarity, args.temperature, model.tied, model.pooling) == ("dot", 1.0, False, "cls")
+    assert (args.learning_rate, args.adam_epsilon, args.weight_decay, args.max_grad_norm) == (
+        2e-5,
+        1e-8,
+        0.0,
+        2.0,
+    )
+    assert (args.similarity, args.temperature, model.tied, model.pooling) == (
+        "dot",
+        1.0,
+        False,
+        "cls",
+    )
     assert source.num_hard_negatives == 1
-    assert (args.drift_compensation, args.normalize_by, args.mask_duplicates) == ("none", "all", False)
+    assert (args.drift_compensation, args.normalize_by, args.mask_duplicates) == (
+        "none",
+        "all",
+        False,
+    )

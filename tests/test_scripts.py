@@ -15,7 +15,9 @@ from contaccum.data.beir import shipped_scifact
 from contaccum.evaluation.metrics import paired_bootstrap
 
 SCRIPT_FOLDERS = ("benchmarks", "eval", "eval/study", "examples", "scripts")
-SCRIPTS = sorted(f"{folder}/{path.name}" for folder in SCRIPT_FOLDERS for path in (ROOT / folder).glob("*.py"))
+SCRIPTS = sorted(
+    f"{folder}/{path.name}" for folder in SCRIPT_FOLDERS for path in (ROOT / folder).glob("*.py")
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -45,13 +47,21 @@ def test_split_pairs_holds_out_passages_and_loses_none(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_program("eval/study/split_pairs.py", tmp_path / "none.jsonl", tmp_path / "other")
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("split_pairs: error:") and not (tmp_path / "other").exists()
+    assert (
+        capsys.readouterr().err.startswith("split_pairs: error:")
+        and not (tmp_path / "other").exists()
+    )
 
 
 def test_split_pairs_parts_what_a_beir_folder_judges(tmp_path):
     run_program("eval/study/split_pairs.py", shipped_scifact(), tmp_path / "out", "--dev", "0.2")
-    qrels = {part: load_beir_folder(tmp_path / "out", part).qrels for part in ("train", "dev", "test")}
-    train, dev = ({document for judged in qrels[part].values() for document in judged} for part in ("train", "dev"))
+    qrels = {
+        part: load_beir_folder(tmp_path / "out", part).qrels for part in ("train", "dev", "test")
+    }
+    train, dev = (
+        {document for judged in qrels[part].values() for document in judged}
+        for part in ("train", "dev")
+    )
     assert not train & dev and not qrels["train"].keys() & qrels["dev"].keys()
     judged = load_beir_folder(shipped_scifact(), "train").qrels
     assert all(judged[query] == documents for query, documents in qrels["dev"].items())
@@ -63,13 +73,22 @@ def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
     gains = {"grad_accum": 0.0, "grad_cache": 0.02, "contaccum": 0.1}
 
     def score(entry: str, data: str, seed: int, query: int) -> float:
-        return 0.4 + gains[entry] * (query * 7 % 5 - (1.9 if data == "nqg" else 1)) + seed * (query % 3) / 50
+        return (
+            0.4
+            + gains[entry] * (query * 7 % 5 - (1.9 if data == "nqg" else 1))
+            + seed * (query % 3) / 50
+        )
 
     for data in ("nqg", "arxiv"):
-        groups = {f"{entry}_learning_rate-{n}e-4": {"entry": entry, "seeds": [0, 1]} for n, entry in enumerate(gains)}
+        groups = {
+            f"{entry}_learning_rate-{n}e-4": {"entry": entry, "seeds": [0, 1]}
+            for n, entry in enumerate(gains)
+        }
         for name, group in groups.items():
             for seed in group["seeds"]:
-                per_query = {f"q{n}": {"NDCG@10": score(group["entry"], data, seed, n)} for n in range(20)}
+                per_query = {
+                    f"q{n}": {"NDCG@10": score(group["entry"], data, seed, n)} for n in range(20)
+                }
                 file = tmp_path / data / "runs" / f"{name}_seed-{seed}" / "result.json"
                 file.parent.mkdir(parents=True)
                 file.write_text(json.dumps({"evaluations": {"test": {"per_query": per_query}}}))
@@ -79,17 +98,31 @@ def test_holm_corrects_over_all_pairs_of_all_reports(tmp_path, capsys):
     pairs = ["contaccum:grad_accum", "contaccum:grad_cache_learning_rate-1e-4"]
     run_program("eval/study/holm.py", *reports, "--pairs", *pairs, "--output", tmp_path / "all")
     rows = json.loads((tmp_path / "all.json").read_text())["rows"]
-    assert [(row["training"], row["pair"]) for row in rows] == [(d, p) for d in ("nqg", "arxiv") for p in pairs]
+    assert [(row["training"], row["pair"]) for row in rows] == [
+        (d, p) for d in ("nqg", "arxiv") for p in pairs
+    ]
     for row in rows:
         entries = [name.rpartition("_learning")[0] for name in row["groups"]]
-        means = [[sum(score(x, row["training"], s, n) for s in (0, 1)) / 2 for n in range(20)] for x in entries]
+        means = [
+            [sum(score(x, row["training"], s, n) for s in (0, 1)) / 2 for n in range(20)]
+            for x in entries
+        ]
         expected = paired_bootstrap(*means)
         for key in ("difference", "low", "p_value"):
             assert row[key] == pytest.approx(expected[key])
-    assert min(row["p_value"] for row in rows) * 4 == pytest.approx(min(row["p_holm"] for row in rows))
+    assert min(row["p_value"] for row in rows) * 4 == pytest.approx(
+        min(row["p_holm"] for row in rows)
+    )
     assert f"{rows[0]['difference']:+.4f}" in (tmp_path / "all.md").read_text()
     with pytest.raises(SystemExit) as stopped:
-        run_program("eval/study/holm.py", reports[0], "--pairs", "contaccum:other", "--output", tmp_path / "none")
+        run_program(
+            "eval/study/holm.py",
+            reports[0],
+            "--pairs",
+            "contaccum:other",
+            "--output",
+            tmp_path / "none",
+        )
     assert stopped.value.code == 2 and "other is no group; name one of" in capsys.readouterr().err
 
 
@@ -103,7 +136,10 @@ def test_small_backbone_cuts_the_first_layers_or_draws_fresh_weights(tiny_model_
     mine, theirs = (model.encoder.layer[0].state_dict() for model in (cut, whole))
     assert all(mine[key].equal(theirs[key]) for key in theirs)
 
-    fresh = [made(f"fresh-{n}", "--layers", 1, "--hidden_size", 64, "--seed", seed) for n, seed in enumerate((0, 0, 1))]
+    fresh = [
+        made(f"fresh-{n}", "--layers", 1, "--hidden_size", 64, "--seed", seed)
+        for n, seed in enumerate((0, 0, 1))
+    ]
     a, b, c = (model.encoder.layer[0].attention.self.query.weight for model in fresh)
     assert a.shape == (64, 64) and a.equal(b) and not a.equal(c)
     with pytest.raises(SystemExit, match="no bert of 99 layers"):
@@ -115,7 +151,16 @@ def test_the_check_of_the_query_side_skips_cells_that_are_done(tmp_path, tiny_mo
     data = write_judged_places(tmp_path / "data", train=True)
     shutil.copy(data / "qrels" / "test.tsv", data / "qrels" / "dev.tsv")
     results = tmp_path / "results"
-    options = ["--name", "places", "--model", tiny_model_path, "--work", tmp_path / "work", "--output", results]
+    options = [
+        "--name",
+        "places",
+        "--model",
+        tiny_model_path,
+        "--work",
+        tmp_path / "work",
+        "--output",
+        results,
+    ]
     options += ["--arms", "query_full_corpus", "--rates", "1e-2", "--updates", "2", "--seeds", "0"]
     run_program("eval/study/query_side.py", data, *options)
     cell = results / "places-query_full_corpus-1e-2-0.json"

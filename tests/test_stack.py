@@ -9,7 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 from sample_texts import sentences
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     MatryoshkaLoss,
@@ -25,9 +29,13 @@ from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 PAGE = (Path(__file__).parents[1] / "docs" / "stack.md").read_text(encoding="utf-8")
 LOSSES: dict[str, Callable[[Any], nn.Module]] = {
     "ContAccumLoss": lambda model: ContAccumLoss(model, bank_size=16),
-    "CachedContAccumLoss": lambda model: CachedContAccumLoss(model, bank_size=16, mini_batch_size=2),
+    "CachedContAccumLoss": lambda model: CachedContAccumLoss(
+        model, bank_size=16, mini_batch_size=2
+    ),
     "MultipleNegativesRankingLoss": MultipleNegativesRankingLoss,
-    "CachedMultipleNegativesRankingLoss": lambda model: CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+    "CachedMultipleNegativesRankingLoss": lambda model: CachedMultipleNegativesRankingLoss(
+        model, mini_batch_size=2
+    ),
 }
 
 
@@ -36,27 +44,51 @@ class Case:
 
     def __init__(self, tokenizer: Any, config: Any, folder: Path) -> None:
         self.tokenizer, self.config, self.folder = tokenizer, config, folder
-        self.model: Any = DualEncoder.from_backbone(config, tokenizer=tokenizer, pooling="mean", device="cpu")
-        self.columns: dict[str, Any] = {"anchor": sentences(48, 1, 3), "positive": sentences(48, 2, 9)}
+        self.model: Any = DualEncoder.from_backbone(
+            config, tokenizer=tokenizer, pooling="mean", device="cpu"
+        )
+        self.columns: dict[str, Any] = {
+            "anchor": sentences(48, 1, 3),
+            "positive": sentences(48, 2, 9),
+        }
         self.columns["negative"] = sentences(48, 3, 9)
         self.arguments: dict[str, Any] = {}
         self.wrap: Callable[[nn.Module], nn.Module] = lambda loss: loss
 
     def run(self, name: str) -> list[float]:
-        arguments: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6}
-        arguments |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 6,
+        }
+        arguments |= {
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+        }
         arguments |= {"use_cpu": True, "disable_tqdm": True, **self.arguments}
         args = SentenceTransformerTrainingArguments(str(self.folder), **arguments)
         loss = self.wrap(LOSSES[name](self.model))
-        trainer = SentenceTransformerTrainer(self.model, args, Dataset.from_dict(self.columns), loss=loss)
+        trainer = SentenceTransformerTrainer(
+            self.model, args, Dataset.from_dict(self.columns), loss=loss
+        )
         before = [p.detach().clone() for p in self.model.parameters()]
         trainer.train()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True))
+        moved = any(
+            not torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True)
+        )
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         assert moved and all(0 < x < 100 for x in losses), losses
         for ours in (x.info_nce for x in loss.modules() if isinstance(x, ContAccumLoss)):
-            assert (ours.clock.num_updates, ours.bank.fill, len(ours.compensation.probe.pairs)) == (5, 16, 1)
-            assert ours.bank.document_ids[1].unique().numel() == 2 * 16  # positives and negatives: every text has an id
+            assert (ours.clock.num_updates, ours.bank.fill, len(ours.compensation.probe.pairs)) == (
+                5,
+                16,
+                1,
+            )
+            assert (
+                ours.bank.document_ids[1].unique().numel() == 2 * 16
+            )  # positives and negatives: every text has an id
         return losses
 
 
@@ -75,7 +107,9 @@ def compiled(case: Case) -> None:
 
 def unpadded(case: Case) -> None:
     config = qwen3_config(len(case.tokenizer))
-    case.model = DualEncoder.from_backbone(config, tokenizer=case.tokenizer, pooling="mean", device="cpu")
+    case.model = DualEncoder.from_backbone(
+        config, tokenizer=case.tokenizer, pooling="mean", device="cpu"
+    )
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def preprocess(texts: list[str], prompt: Any = None, **_: Any) -> dict[str, Any]:
@@ -97,11 +131,17 @@ class Pictures(nn.Module):
         super().__init__()
         self.inner = nn.Linear(3 * 4 * 4, 32)
 
-    def preprocess(self, inputs: list[Any], prompt: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+    def preprocess(
+        self, inputs: list[Any], prompt: Any = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
         draws = [torch.Generator().manual_seed(zlib.crc32(str(x).encode())) for x in inputs]
         pixels = torch.stack([torch.randn(3, 4, 4, generator=draw) for draw in draws])
         tokens = torch.full((len(inputs), 5), 7)
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": pixels}
+        return {
+            "input_ids": tokens,
+            "attention_mask": torch.ones_like(tokens),
+            "pixel_values": pixels,
+        }
 
     def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
         features["sentence_embedding"] = self.inner(features["pixel_values"].flatten(1))
@@ -119,7 +159,9 @@ def matryoshka(case: Case) -> None:
 def router(case: Case) -> None:
     given: Any = {"tied": False, "tokenizer": case.tokenizer, "pooling": "mean", "device": "cpu"}
     case.model = DualEncoder.from_backbone(case.config, **given)
-    case.arguments |= {"router_mapping": {"anchor": "query", "positive": "document", "negative": "document"}}
+    case.arguments |= {
+        "router_mapping": {"anchor": "query", "positive": "document", "negative": "document"}
+    }
 
 
 PARTS = {

@@ -47,7 +47,9 @@ def harmless(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     for name in ("backbone", "cross"):
         tiny_tokenizer.save_pretrained(root / name)
     for name, tied in (("tied", True), ("untied", False)):
-        model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=tied)
+        model = DualEncoder.from_backbone(
+            tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=tied
+        )
         if tied:
             model.append(Dense(32, 32))
         model.save_pretrained(str(root / name))
@@ -89,7 +91,9 @@ def change(file: Path, **entries: Any) -> None:
 @pytest.mark.parametrize("form", ["torch", "plain", "as safetensors"])
 def test_pickled_weights_with_code_are_refused(kind, form, harmless, tmp_path, mark):
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
-    weights = sorted(folder.rglob("model.safetensors"))[-1]  # of the last module, where there are several
+    weights = sorted(folder.rglob("model.safetensors"))[
+        -1
+    ]  # of the last module, where there are several
     weights.unlink()
     if form == "torch":
         torch.save({"weight": Payload(mark)}, weights.with_name("pytorch_model.bin"))
@@ -97,13 +101,21 @@ def test_pickled_weights_with_code_are_refused(kind, form, harmless, tmp_path, m
         name = "pytorch_model.bin" if form == "plain" else "model.safetensors"
         weights.with_name(name).write_bytes(pickle.dumps(Payload(mark)))
     line = refused(kind, folder, mark)
-    assert str(folder) in line and ("not a model" if form == "as safetensors" else "could run code") in line
+    assert (
+        str(folder) in line
+        and ("not a model" if form == "as safetensors" else "could run code") in line
+    )
 
 
 @pytest.mark.parametrize(
     "name",
     # The third is reached through what sentence-transformers' own modules have imported.
-    ["evil.Evil", "os.system", "sentence_transformers.util.misc.importlib", "sentence_transformers.nothing.Here"],
+    [
+        "evil.Evil",
+        "os.system",
+        "sentence_transformers.util.misc.importlib",
+        "sentence_transformers.nothing.Here",
+    ],
 )
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_a_class_of_the_folder_s_choice_is_refused(name, kind, harmless, tmp_path, mark):
@@ -127,7 +139,9 @@ def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, 
     folder = Path(shutil.copytree(harmless / kind, tmp_path / kind))
     write_own_code(folder, mark)
     automatic = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
-    change(folder / "config.json", model_type="evil", auto_map=dict.fromkeys(automatic, "evil.Evil"))
+    change(
+        folder / "config.json", model_type="evil", auto_map=dict.fromkeys(automatic, "evil.Evil")
+    )
     line = f"{folder}: needs code that comes with it. Read that, then set trust_remote_code"
     assert refused(kind, folder, mark) == line
     if kind != "cross":
@@ -156,7 +170,9 @@ FORBIDDEN = re.compile(
 def test_library_calls_nothing_that_runs_what_it_reads():
     found = []
     root = Path(__file__).parents[1]
-    for path in [p for folder in ("contaccum", "scripts", "eval") for p in (root / folder).rglob("*.py")]:
+    for path in [
+        p for folder in ("contaccum", "scripts", "eval") for p in (root / folder).rglob("*.py")
+    ]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
@@ -165,7 +181,10 @@ def test_library_calls_nothing_that_runs_what_it_reads():
             bad = FORBIDDEN.match(name) is not None
             bad |= name == "torch.load" and given.get("weights_only") != "True"
             bad |= name == "np.load" and given.get("allow_pickle") != "False"
-            bad |= name == "yaml.load" and given.get("Loader") not in ("yaml.BaseLoader", "yaml.SafeLoader")
+            bad |= name == "yaml.load" and given.get("Loader") not in (
+                "yaml.BaseLoader",
+                "yaml.SafeLoader",
+            )
             bad |= name.startswith("subprocess.") and given.get("shell", "False") != "False"
             if bad:
                 found.append(f"{path.relative_to(root)}:{node.lineno}: {name}")

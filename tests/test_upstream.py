@@ -23,13 +23,17 @@ sys.path.insert(0, str(UPSTREAM))
 import banked_multiple_negatives_ranking as banked  # noqa: E402
 
 # As if the file were where the pull request puts it.
-sys.modules[f"{losses.__name__}.{banked.__name__}"] = losses.banked_multiple_negatives_ranking = banked
+sys.modules[f"{losses.__name__}.{banked.__name__}"] = losses.banked_multiple_negatives_ranking = (
+    banked
+)
 losses.BankedMultipleNegativesRankingLoss = banked.BankedMultipleNegativesRankingLoss
 
 from test_banked_multiple_negatives_ranking import *  # noqa: E402, F403
 
 
-def batches(count: int, n: int, h: int, dtype: torch.dtype) -> Iterator[tuple[list[Tensor], Tensor]]:
+def batches(
+    count: int, n: int, h: int, dtype: torch.dtype
+) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Embeddings (n, d) of 2 + h columns, and int64 ids of which some come again."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(count):
@@ -41,7 +45,9 @@ def loss_and_gradient(loss_fn: Any, embeddings: list[Tensor], ids: Tensor) -> Te
     leaves = [x.clone().requires_grad_() for x in embeddings]
     if isinstance(loss_fn, BankedInfoNCE):
         negatives = torch.stack(leaves[2:], 1) if len(leaves) > 2 else None
-        loss = loss_fn(*leaves[:2], negatives, ids[:, 0], ids[:, 1], ids[:, 2:] if len(leaves) > 2 else None)
+        loss = loss_fn(
+            *leaves[:2], negatives, ids[:, 0], ids[:, 1], ids[:, 2:] if len(leaves) > 2 else None
+        )
     else:
         loss = loss_fn.compute_loss_from_embeddings(leaves, ids=ids)
     loss.backward()
@@ -50,7 +56,9 @@ def loss_and_gradient(loss_fn: Any, embeddings: list[Tensor], ids: Tensor) -> Te
 
 @pytest.mark.parametrize(("similarity", "h"), [("cos", 0), ("dot", 1)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-@pytest.mark.parametrize(("bank_size", "n", "count"), [(1000, 40, 26), (1024, 128, 10)], ids=["until full", "wrapped"])
+@pytest.mark.parametrize(
+    ("bank_size", "n", "count"), [(1000, 40, 26), (1024, 128, 10)], ids=["until full", "wrapped"]
+)
 def test_its_loss_and_gradient_are_ours(bank_size, n, count, dtype, tolerance, similarity, h):
     """Until the bank is full; and beyond, where micro-batches are whole blocks of ours, which it forgets at once."""
     scale = 20.0 if similarity == "cos" else 0.5
@@ -63,7 +71,10 @@ def test_its_loss_and_gradient_are_ours(bank_size, n, count, dtype, tolerance, s
     for embeddings, ids in batches(count, n, h, dtype):
         used = 0 if ours.bank is None else ours.bank.in_use
         assert used == (0 if theirs._bank is None else len(theirs._bank.queries))
-        mine, found = loss_and_gradient(ours, embeddings, ids), loss_and_gradient(theirs, embeddings, ids)
+        mine, found = (
+            loss_and_gradient(ours, embeddings, ids),
+            loss_and_gradient(theirs, embeddings, ids),
+        )
         assert ((mine - found).norm() / mine.norm()).item() < tolerance
     assert used == bank_size
 
@@ -81,13 +92,19 @@ def test_while_a_model_trains_it_is_our_loss_that_moves_entries():
         results = []
         for loss_fn in (ours, theirs):
             model.zero_grad()
-            loss = loss_fn([model.preprocess(x, task=t) for x, t in zip(columns, TASKS, strict=True)])
+            loss = loss_fn(
+                [model.preprocess(x, task=t) for x, t in zip(columns, TASKS, strict=True)]
+            )
             loss.backward()
-            results.append(torch.cat([loss.detach()[None], *(p.grad.flatten() for p in parameters)]))
+            results.append(
+                torch.cat([loss.detach()[None], *(p.grad.flatten() for p in parameters)])
+            )
         assert ((results[0] - results[1]).norm() / results[0].norm()).item() < 1e-10
         if step % 2:
             optimizer.step()
-    assert ours.info_nce is not None and ours.info_nce.bank is not None and theirs._shifts is not None
+    assert (
+        ours.info_nce is not None and ours.info_nce.bank is not None and theirs._shifts is not None
+    )
     assert ours.info_nce.clock.num_updates == theirs._update == 6
     assert ours.info_nce.bank.in_use == len(theirs._bank.queries)
     assert theirs._shifts[0].norm(dim=1).min() > 0.1
@@ -105,7 +122,12 @@ def test_the_dry_run_of_its_experiment_records_what_it_takes_to_repeat_it(tmp_pa
     report = json.loads(output.read_text())
     plain, large, cached, with_bank = report["runs"]
     methods = [x["method"] for x in report["summary"]]
-    assert [plain] == first["runs"] and methods == ["plain_small", "cached_large", "cached_small", "banked_small"]
+    assert [plain] == first["runs"] and methods == [
+        "plain_small",
+        "cached_large",
+        "cached_small",
+        "banked_small",
+    ]
     assert plain["train_loss"] == pytest.approx(cached["train_loss"], abs=1e-4)
     assert large["updates"] == plain["updates"] == with_bank["updates"] == 4
     assert with_bank["loss"]["bank_size"] == 64 and report["versions"]["torch"] == torch.__version__

@@ -37,13 +37,17 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV`` and return the exit code."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what can come next: which commands, or what its parser knows
+    if (
+        "_ARGCOMPLETE" in os.environ
+    ):  # the shell asks what can come next: which commands, or what its parser knows
         name, rest = completed(COMMANDS), []
     try:
         if name in COMMANDS:
             return importlib.import_module(f"contaccum.cli.{name}").run(rest)
         if name and name not in ("-h", "--help", "--version"):
-            raise UserError(f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}")
+            raise UserError(
+                f"no command {name!r}{closest(name, COMMANDS) or '; there are ' + ', '.join(COMMANDS)}"
+            )
     except UserError as error:
         rank = os.environ.get("RANK", "0")  # several processes may fail over the same thing
         where = f" on rank {rank}" if rank != "0" else ""

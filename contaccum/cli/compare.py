@@ -39,7 +39,9 @@ def run(argv: Sequence[str]) -> int:
     options = read_options(files, rest)
     has_token = any(key.endswith("_token") for key in options)
     if has_token or redact([*argv, options]) != [*argv, options]:
-        raise ConfigError("a credential among the options, which are written down: put it into the environment")
+        raise ConfigError(
+            "a credential among the options, which are written down: put it into the environment"
+        )
     plan = make_plan(options, args.methods, args.variant, args.grid, args.seeds, args.baseline)
     evaluation = _evaluation_options(args)
     sets = about_sets(evaluation)
@@ -78,26 +80,92 @@ def _make_parser() -> Parser:
         usage="contaccum compare [CONFIG.yaml ...] --eval_data DIR ... [OPTIONS] [--key value ...]",
     )
     add = parser.add_argument
-    add("--methods", nargs="*", default=_METHODS, metavar="METHOD", help=f"default: {' '.join(_METHODS)}")
+    add(
+        "--methods",
+        nargs="*",
+        default=_METHODS,
+        metavar="METHOD",
+        help=f"default: {' '.join(_METHODS)}",
+    )
     named = "a method by another name, with settings of its own: published method=contaccum drift_compensation=none"
-    add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]", help=named)
+    add(
+        "--variant",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="NAME [key=value ...]",
+        help=named,
+    )
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    add("--grid", nargs="+", default=[], metavar="key=v,v", help="settings to cross with everything else")
-    add("--baseline", metavar="NAME", help="what the others are compared with; default: grad_accum, or else the first")
-    add("--eval_data", nargs="+", default=[], metavar="DIR", help="BEIR folders, or names of public sets")
+    add(
+        "--grid",
+        nargs="+",
+        default=[],
+        metavar="key=v,v",
+        help="settings to cross with everything else",
+    )
+    add(
+        "--baseline",
+        metavar="NAME",
+        help="what the others are compared with; default: grad_accum, or else the first",
+    )
+    add(
+        "--eval_data",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="BEIR folders, or names of public sets",
+    )
     add("--eval_split", default="test")
-    add("--eval_updates", type=positive, metavar="N", help="score the first set before training and every N updates")
+    add(
+        "--eval_updates",
+        type=positive,
+        metavar="N",
+        help="score the first set before training and every N updates",
+    )
     add("--eval_queries", type=positive, metavar="N", help="a fixed sample of the queries")
-    add("--eval_corpus", type=positive, metavar="N", help="a fixed sample of the corpus; relevant ones are in it")
+    add(
+        "--eval_corpus",
+        type=positive,
+        metavar="N",
+        help="a fixed sample of the corpus; relevant ones are in it",
+    )
     add("--eval_precision", choices=PRECISIONS, default="float32", help="of the final scores")
     add("--eval_batch_size", type=positive, default=32, metavar="N")
-    add("--tune", metavar="key=v,v", help="choose a setting for each method by itself, on --tune_data")
-    add("--tune_data", nargs="+", default=[], metavar="DIR", help="as --eval_data; scored by nDCG@10")
+    add(
+        "--tune",
+        metavar="key=v,v",
+        help="choose a setting for each method by itself, on --tune_data",
+    )
+    add(
+        "--tune_data",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="as --eval_data; scored by nDCG@10",
+    )
     add("--tune_split", default="dev")
-    add("--tune_factor", type=float, default=1.8, metavar="F", help="between values beyond those given")
+    add(
+        "--tune_factor",
+        type=float,
+        default=1.8,
+        metavar="F",
+        help="between values beyond those given",
+    )
     add("--tune_seeds", nargs="+", type=int, metavar="SEED", help="default: the first of --seeds")
-    add("--tune_most", type=positive, default=12, metavar="N", help="values tried for each method and cell, at most")
-    add("--jobs", type=positive, metavar="J", help="at once; default: 1 with an accelerator, else cores / 2")
+    add(
+        "--tune_most",
+        type=positive,
+        default=12,
+        metavar="N",
+        help="values tried for each method and cell, at most",
+    )
+    add(
+        "--jobs",
+        type=positive,
+        metavar="J",
+        help="at once; default: 1 with an accelerator, else cores / 2",
+    )
     add("--output_dir", type=Path, default=Path("runs/compare"))
     return parser
 
@@ -138,7 +206,9 @@ def _tune(
     }
     dev_sets = about_sets(dev_evaluation, "--tune_data")
     folder = args.output_dir / "tune"
-    found = climb(plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder))
+    found = climb(
+        plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder)
+    )
     tuning = about_tuning(plan, ladder, found, dev_sets)
     chosen = {name: group["chosen"] for name, group in tuning["groups"].items()}
     return with_chosen(plan, ladder.key, chosen), tuning, found.failed

@@ -23,9 +23,20 @@ def run(argv: Sequence[str]) -> int:
     parser.add_model("a folder, or a name on the model hub")
     forms = "jsonl, psgs_w100.tsv, collection.tsv (plain or gzip), or a BEIR folder"
     add("--corpus", type=Path, required=True, metavar="PATH", help=forms)
-    add("--kind", choices=("document", "query"), default="document", help="what the texts are encoded as")
+    add(
+        "--kind",
+        choices=("document", "query"),
+        default="document",
+        help="what the texts are encoded as",
+    )
     add("--dtype", choices=STORED, default="float32", help="of the store")
-    add("--shard_size", type=positive, default=50_000, metavar="ROWS", help="what a killed run loses at most")
+    add(
+        "--shard_size",
+        type=positive,
+        default=50_000,
+        metavar="ROWS",
+        help="what a killed run loses at most",
+    )
     add("--overwrite", action="store_true", help="start anew where another store lies")
     args = parser.parse(argv)
     if args.model is None:

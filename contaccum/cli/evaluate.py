@@ -15,7 +15,16 @@ from contaccum.cli.options import SEARCH, Parser, load_model, positive, search_s
 from contaccum.errors import ConfigError
 from contaccum.files import require_writable, write_json, write_text
 
-_NOT_OF_MTEB = ("run", "split", "dims", "quantize", "index", "index_parameters", "similarity", "precision")
+_NOT_OF_MTEB = (
+    "run",
+    "split",
+    "dims",
+    "quantize",
+    "index",
+    "index_parameters",
+    "similarity",
+    "precision",
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -31,26 +40,71 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser("evaluate", "Score a model on BEIR data with FAISS.", *SEARCH)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", nargs="+", metavar="SET", help="BEIR folders, names of public sets, or beir for all")
-    what.add_argument("--mteb", nargs="+", metavar="TASK", help="MTEB's retrieval tasks or benchmarks, run by mteb")
+    what.add_argument(
+        "--data",
+        nargs="+",
+        metavar="SET",
+        help="BEIR folders, names of public sets, or beir for all",
+    )
+    what.add_argument(
+        "--mteb",
+        nargs="+",
+        metavar="TASK",
+        help="MTEB's retrieval tasks or benchmarks, run by mteb",
+    )
     add("--split", help="default: test, and dev for msmarco")
     add("--metrics", nargs="+", metavar="METRIC@K", help="what the tables show; all are recorded")
-    add("--compare", nargs="+", type=Path, default=[], metavar="EARLIER.json", help="by the first of --metrics")
-    add("--update_card", action="store_true", help="put the figures into the card, README.md, of a MODEL's folder")
-    add("--dims", nargs="+", type=positive, metavar="D", help="score the first so many numbers of embeddings too")
-    add("--quantize", nargs="+", choices=STORED, metavar="TYPE", help=f"score these types too: {', '.join(STORED)}")
-    add("--rescore", type=positive, default=4, metavar="N", help="of binary, find N times the results, and score these")
+    add(
+        "--compare",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="EARLIER.json",
+        help="by the first of --metrics",
+    )
+    add(
+        "--update_card",
+        action="store_true",
+        help="put the figures into the card, README.md, of a MODEL's folder",
+    )
+    add(
+        "--dims",
+        nargs="+",
+        type=positive,
+        metavar="D",
+        help="score the first so many numbers of embeddings too",
+    )
+    add(
+        "--quantize",
+        nargs="+",
+        choices=STORED,
+        metavar="TYPE",
+        help=f"score these types too: {', '.join(STORED)}",
+    )
+    add(
+        "--rescore",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="of binary, find N times the results, and score these",
+    )
     args = parse_scoring(parser, argv, Path("results.json"), [1, 3, 5, 10, 20, 100, 1000])
     from contaccum.evaluation import metrics, results, tables
 
     for name in _NOT_OF_MTEB if args.mteb else ():
         if getattr(args, name) != parser.get_default(name):
-            raise ConfigError(f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out")
+            raise ConfigError(
+                f"--{name} with --mteb: mteb's tasks settle that, or have no such thing; leave it out"
+            )
     if args.run is not None and (args.dims or args.quantize):
-        raise ConfigError("--dims and --quantize are of a MODEL: a --run has no embeddings for them")
+        raise ConfigError(
+            "--dims and --quantize are of a MODEL: a --run has no embeddings for them"
+        )
     card = Path(args.model or "").expanduser() / "README.md"
     if args.update_card and not (args.model and card.is_file()):
-        raise ConfigError(f"--update_card: {args.model or args.run} is no folder with a model card, README.md")
+        raise ConfigError(
+            f"--update_card: {args.model or args.run} is no folder with a model card, README.md"
+        )
     shown = metrics.check_metrics(args.metrics, args.k_values)
     sets, previous, records = _score_sets(args, shown)
     labelled = [(one.label, record) for one, record in zip(sets, records, strict=True)]
@@ -59,18 +113,33 @@ def run(argv: Sequence[str]) -> int:
         for label, record in labelled
     }
     rows = tables.table_rows(sets, records)
-    comparisons = [tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()]
+    comparisons = [
+        tables.compare(path, shown[0], scores, theirs) for path, theirs in previous.items()
+    ]
     parts = [tables.sets_table(rows, shown)]
-    parts += [tables.served_table(label, record["served"]) for label, record in labelled if record.get("served")]
+    parts += [
+        tables.served_table(label, record["served"])
+        for label, record in labelled
+        if record.get("served")
+    ]
     parts += map(tables.comparison_table, comparisons)
     text = "\n\n".join(parts)
     if len(sets) > 1:
-        about = {key: records[0][key] for key in ("model", "tokenisation", "precision", "versions", "git_commit")}
-        about |= {"search": {"index": args.index, "k": max(args.k_values)}, "shown": shown, "sets": rows}
+        about = {
+            key: records[0][key]
+            for key in ("model", "tokenisation", "precision", "versions", "git_commit")
+        }
+        about |= {
+            "search": {"index": args.index, "k": max(args.k_values)},
+            "shown": shown,
+            "sets": rows,
+        }
         write_json(args.output, {**about, "mean": tables.mean_metrics(rows)})
     if comparisons:
         write_json(args.output.with_suffix(".compare.json"), comparisons)
-    write_text(args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n")
+    write_text(
+        args.output.with_suffix(".md"), f"# Evaluation of {args.model or args.run}\n\n{text}\n"
+    )
     if args.update_card:  # without what an absolute path says of this machine
         words = [Path(word).name if os.path.isabs(word) else word for word in argv]
         section = f"## Retrieval\n\n{parts[0]}\n\nBy `contaccum evaluate {shlex.join(words)}`."
@@ -80,7 +149,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[Any], dict[Path, Any], list[Any]]:
+def _score_sets(
+    args: argparse.Namespace, shown: Sequence[str]
+) -> tuple[list[Any], dict[Path, Any], list[Any]]:
     """The sets of --data or --mteb, what earlier results have of them, and their records, which are written."""
     from contaccum.evaluation import beir_sets, metrics, mteb_tasks, results, tables
 
@@ -92,10 +163,15 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
     # single one is held: BEIR's larger sets do not fit in memory together.
-    only = beir_sets.load_data(sets[0].given, args.split, args.on_bad_record) if len(sets) == 1 and not tasks else None
+    only = (
+        beir_sets.load_data(sets[0].given, args.split, args.on_bad_record)
+        if len(sets) == 1 and not tasks
+        else None
+    )
     data = [mteb_tasks.about_task(task) for task in tasks.values()]
     data = data or [
-        beir_sets.about_data(only or beir_sets.load_data(one.given, args.split, args.on_bad_record)) for one in sets
+        beir_sets.about_data(only or beir_sets.load_data(one.given, args.split, args.on_bad_record))
+        for one in sets
     ]
     labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
     previous = {path: tables.read_previous(path, labels, shown[0]) for path in args.compare}
@@ -103,55 +179,101 @@ def _score_sets(args: argparse.Namespace, shown: Sequence[str]) -> tuple[list[An
     if tasks:
         model, deepest = load_model(args.model, args), max(args.k_values)
         plan = beir_sets.plan_search(model, deepest, deepest)
-        plan["model"]["name"], plan["search"]["index"] = args.model, "mteb " + metadata.version("mteb")
+        plan["model"]["name"], plan["search"]["index"] = (
+            args.model,
+            "mteb " + metadata.version("mteb"),
+        )
         how = {"batch_size": args.batch_size, "show_progress_bar": not args.no_progress}
         at = {"folder": args.output.with_suffix(".mteb"), "k_values": args.k_values}
-        plans, score = [plan] * len(sets), partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at)
+        plans, score = (
+            [plan] * len(sets),
+            partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at),
+        )
     elif args.run is None:
         model, settings = load_model(args.model, args), search_settings(args)
-        plans = [beir_sets.plan_search(model, about["documents"], max(args.k_values), **settings) for about in data]
+        plans = [
+            beir_sets.plan_search(model, about["documents"], max(args.k_values), **settings)
+            for about in data
+        ]
         settings |= {"model_name": args.model, "show_progress": not args.no_progress}
         if args.dims or args.quantize:
             types = args.quantize or ["float32"]
-            served = beir_sets.plan_served(model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0])
-            settings, plans = settings | {"served": served}, [{**plan, "served": served} for plan in plans]
+            served = beir_sets.plan_served(
+                model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0]
+            )
+            settings, plans = (
+                settings | {"served": served},
+                [{**plan, "served": served} for plan in plans],
+            )
         score = partial(beir_sets.evaluate_beir, model, k_values=args.k_values, **settings)
     else:
         plans, found = [{}], results.read_trec_run(args.run, args.on_bad_record)
-        score = partial(beir_sets.score_beir_run, run=found, k_values=args.k_values, name=str(args.run))
+        score = partial(
+            beir_sets.score_beir_run, run=found, k_values=args.k_values, name=str(args.run)
+        )
 
     records = []
     for one, about, plan in zip(sets, data, plans, strict=True):
         # A single set was asked for now; of several, those that are done need not be done again.
         record = results.read_result(one.output) if len(sets) > 1 and one.output.exists() else {}
         names = record.get("metrics", {}).keys()
-        if names == set(metrics.metric_names(args.k_values)) and results.agrees(record, {**plan, "data": about}):
+        if names == set(metrics.metric_names(args.k_values)) and results.agrees(
+            record, {**plan, "data": about}
+        ):
             print(f"kept: {one.output} (same model, data and settings)")
         else:
             task = tasks.get(one.label)
-            result = score(task or only or beir_sets.load_data(one.given, args.split, args.on_bad_record))
+            result = score(
+                task or only or beir_sets.load_data(one.given, args.split, args.on_bad_record)
+            )
             results.write_result(result, one.output)
             record = result.record()
         records.append(record)
     return sets, previous, records
 
 
-def parse_scoring(parser: Parser, argv: Sequence[str], output: Path, k_values: list[int]) -> argparse.Namespace:
+def parse_scoring(
+    parser: Parser, argv: Sequence[str], output: Path, k_values: list[int]
+) -> argparse.Namespace:
     """The parser's arguments, a MODEL or a --run, how to search; raises `ConfigError` for what cannot be."""
     from contaccum.evaluation.metrics import check_k_values
 
     add = parser.add_argument
     parser.add_model("a folder, or a name on the model hub")
-    add("--run", type=Path, metavar="RUN.trec", help="score this run instead of searching with a MODEL")
-    add("--output", default=output, type=Path, metavar="OUT.json", help="and OUT.NAME.json of several sets")
-    add("--k_values", nargs="+", type=int, default=k_values, metavar="K", help="cut-offs of the metrics")
+    add(
+        "--run",
+        type=Path,
+        metavar="RUN.trec",
+        help="score this run instead of searching with a MODEL",
+    )
+    add(
+        "--output",
+        default=output,
+        type=Path,
+        metavar="OUT.json",
+        help="and OUT.NAME.json of several sets",
+    )
+    add(
+        "--k_values",
+        nargs="+",
+        type=int,
+        default=k_values,
+        metavar="K",
+        help="cut-offs of the metrics",
+    )
     args = parser.parse(argv)
     args.k_values = check_k_values(args.k_values)
     if (args.model is None) == (args.run is None):
-        raise ConfigError(f"name a MODEL to search with, or a --run to score: one of the two ({parser.prog} --help)")
+        raise ConfigError(
+            f"name a MODEL to search with, or a --run to score: one of the two ({parser.prog} --help)"
+        )
     if args.output.suffix != ".json":
-        raise ConfigError(f"--output {args.output}: is JSON (with a .trec beside it); end its name in .json")
+        raise ConfigError(
+            f"--output {args.output}: is JSON (with a .trec beside it); end its name in .json"
+        )
     if args.run is not None and args.run.resolve() == args.output.with_suffix(".trec").resolve():
-        raise ConfigError(f"--output {args.output}: would replace the run itself; choose another name")
+        raise ConfigError(
+            f"--output {args.output}: would replace the run itself; choose another name"
+        )
     require_writable(args.output)
     return args

@@ -22,13 +22,32 @@ def run(argv: Sequence[str]) -> int:
         usage="contaccum fit DATA [OPTIONS] [--key value ...]",
     )
     add = parser.add_argument
-    add("data", metavar="DATA", help="pairs, as contaccum train takes them, or a folder of contaccum split")
+    add(
+        "data",
+        metavar="DATA",
+        help="pairs, as contaccum train takes them, or a folder of contaccum split",
+    )
     add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="default: %(default)s")
-    add("--corpus", type=Path, metavar="PATH", help="documents, all of which dev and test are searched in")
-    add("--budget", default="30m", metavar="TIME", help="wall time, such as 90s, 30m or 2h; default: %(default)s")
+    add(
+        "--corpus",
+        type=Path,
+        metavar="PATH",
+        help="documents, all of which dev and test are searched in",
+    )
+    add(
+        "--budget",
+        default="30m",
+        metavar="TIME",
+        help="wall time, such as 90s, 30m or 2h; default: %(default)s",
+    )
     add("--output", type=Path, default=Path("runs/fit"), metavar="DIR", help="default: %(default)s")
     add("--data_format", help="default: detected from the content")
-    add("--data_columns", nargs="+", metavar="ROLE=NAME", help="names of columns: query=question ...")
+    add(
+        "--data_columns",
+        nargs="+",
+        metavar="ROLE=NAME",
+        help="names of columns: query=question ...",
+    )
     add("--dev", type=float, metavar="SIZE", help="queries, or below 1 a share; default: 0.1")
     add("--test", type=float, metavar="SIZE", help="queries, or below 1 a share; default: 0.2")
     add("--require", choices=["better"], help="exit code 1 unless the verdict is BETTER")
@@ -51,7 +70,9 @@ def run(argv: Sequence[str]) -> int:
         dev=args.dev,
         test=args.test,
     )
-    result = Fit(source, args.model, given, parse_duration(args.budget), FitFolder(args.output), _say).run()
+    result = Fit(
+        source, args.model, given, parse_duration(args.budget), FitFolder(args.output), _say
+    ).run()
     if args.require is not None and result.verdict.word != BETTER:
         return NOT_AS_REQUIRED
     return 0

@@ -21,13 +21,31 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser("mine", what, "output", "similarity", "passage_max_length", *MODEL)
     add = parser.add_argument
     parser.add_model("a folder, or a name on the model hub; none for --method bm25")
-    add("--data", required=True, metavar="DATA", help="training data, as `contaccum train` takes it (docs/data.md)")
-    add("--corpus", metavar="PATH", help="mine in these passages instead of the data's own; see contaccum encode")
+    add(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="training data, as `contaccum train` takes it (docs/data.md)",
+    )
+    add(
+        "--corpus",
+        metavar="PATH",
+        help="mine in these passages instead of the data's own; see contaccum encode",
+    )
     add("--data_format", help="default: sniffed")
-    add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
+    add(
+        "--data_columns",
+        nargs="+",
+        metavar="ROLE=NAME",
+        help="columns with names of their own: query=question ...",
+    )
     add("--split", default="train", help="the qrels split of a BEIR folder")
     add("--output_format", choices=mining.OUTPUT_FORMATS, default="pairs")
-    add("--cross_encoder", metavar="MODEL", help="rescore candidates with this cross-encoder, and write its scores")
+    add(
+        "--cross_encoder",
+        metavar="MODEL",
+        help="rescore candidates with this cross-encoder, and write its scores",
+    )
     add("--method", choices=("dense", "bm25"), default="dense")
     for rule in fields(mining.SelectionRules):
         add(f"--{rule.name}", default=rule.default, **rule.metadata)
@@ -47,11 +65,16 @@ def run(argv: Sequence[str]) -> int:
     model = load_model(args.model, args) if args.model else None
     cross_encoder = args.cross_encoder
     if cross_encoder is not None:
-        cross_encoder = mining.load_cross_encoder(cross_encoder, args.device, args.trust_remote_code)
+        cross_encoder = mining.load_cross_encoder(
+            cross_encoder, args.device, args.trust_remote_code
+        )
     record = {
         "model": {"name": args.model, "fingerprint": model_fingerprint(model)},
         "tokenisation": tokenisation_fingerprint(model),
-        "cross_encoder": {"name": args.cross_encoder, "fingerprint": model_fingerprint(cross_encoder)},
+        "cross_encoder": {
+            "name": args.cross_encoder,
+            "fingerprint": model_fingerprint(cross_encoder),
+        },
         **provenance(),
     }
     search: Any = {name: getattr(args, name) for name in ("similarity", "batch_size", "precision")}

@@ -15,13 +15,32 @@ from contaccum.files import write_text
 
 def run(argv: Sequence[str]) -> int:
     """Write a config; returns 0. Raises `UserError` for a config that exists, and for data that cannot be used."""
-    parser = Parser("new", "Look at training data, and write a config for it whose lines say why.", "on_bad_record")
+    parser = Parser(
+        "new",
+        "Look at training data, and write a config for it whose lines say why.",
+        "on_bad_record",
+    )
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="gets config.yaml")
-    add("--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md")
-    add("--data_columns", nargs="+", metavar="ROLE=NAME", help="columns with names of their own: query=question ...")
-    add("--split", default="train", help="of a BEIR or MS MARCO folder, or of a Hugging Face data set")
-    add("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="to train; default: %(default)s")
+    add(
+        "--data", required=True, metavar="DATA", help="training data, in any format of docs/data.md"
+    )
+    add(
+        "--data_columns",
+        nargs="+",
+        metavar="ROLE=NAME",
+        help="columns with names of their own: query=question ...",
+    )
+    add(
+        "--split",
+        default="train",
+        help="of a BEIR or MS MARCO folder, or of a Hugging Face data set",
+    )
+    add(
+        "--model",
+        default="sentence-transformers/all-MiniLM-L6-v2",
+        help="to train; default: %(default)s",
+    )
     args = parser.parse(argv)
     config = args.folder / "config.yaml"
     if config.exists():
@@ -40,7 +59,9 @@ def run(argv: Sequence[str]) -> int:
         split=args.split,
         on_bad_record=args.on_bad_record,
     )
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True)
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
+    )
     text = templates.get_template("config.yaml.j2").render(
         proposal=proposal,
         columns=columns,

@@ -17,9 +17,13 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 class Parser(argparse.ArgumentParser):
     """Has options of `SHARED`, by name; refuses in one line, which is raised, and names the closest option."""
 
-    def __init__(self, command: str, description: str, *shared: str, usage: str | None = None) -> None:
+    def __init__(
+        self, command: str, description: str, *shared: str, usage: str | None = None
+    ) -> None:
         form = partial(argparse.HelpFormatter, max_help_position=34)
-        super().__init__(f"contaccum {command}", usage, description, allow_abbrev=False, formatter_class=form)
+        super().__init__(
+            f"contaccum {command}", usage, description, allow_abbrev=False, formatter_class=form
+        )
         for name in shared:
             self.add_argument(f"--{name}", **SHARED[name])
 
@@ -68,21 +72,53 @@ def positive(text: str) -> int:
 
 
 SHARED: dict[str, dict[str, Any]] = {
-    "batch_size": {"type": positive, "default": 32, "metavar": "N", "help": "texts encoded at once"},
+    "batch_size": {
+        "type": positive,
+        "default": 32,
+        "metavar": "N",
+        "help": "texts encoded at once",
+    },
     "precision": {"choices": PRECISIONS, "default": "float32", "help": "that the encoder runs in"},
     "device": {"help": "of the model, such as cpu or cuda:1"},
     "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
-    "query_max_length": {"type": int, "metavar": "TOKENS", "help": "tokens of a query; default: the model's own"},
-    "passage_max_length": {"type": int, "metavar": "TOKENS", "help": "tokens of a passage; default: the model's own"},
+    "query_max_length": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": "tokens of a query; default: the model's own",
+    },
+    "passage_max_length": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": "tokens of a passage; default: the model's own",
+    },
     "similarity": {"choices": ("cos", "dot"), "help": "default: the model's own"},
-    "index": {"default": "Flat", "metavar": "FACTORY", "help": "FAISS factory string; Flat is exact"},
-    "index_parameters": {"metavar": "NAME=VALUE", "help": "FAISS search parameters, such as nprobe=32"},
-    "on_bad_record": {"choices": ("stop", "skip"), "default": "stop", "help": "at a record that cannot be used"},
+    "index": {
+        "default": "Flat",
+        "metavar": "FACTORY",
+        "help": "FAISS factory string; Flat is exact",
+    },
+    "index_parameters": {
+        "metavar": "NAME=VALUE",
+        "help": "FAISS search parameters, such as nprobe=32",
+    },
+    "on_bad_record": {
+        "choices": ("stop", "skip"),
+        "default": "stop",
+        "help": "at a record that cannot be used",
+    },
     "no_progress": {"action": "store_true", "help": "show no progress bars"},
     "output": {"type": Path, "required": True, "metavar": "PATH", "help": "what to write"},
 }
 
-MODEL = ("batch_size", "precision", "query_max_length", "on_bad_record", "device", "no_progress", "trust_remote_code")
+MODEL = (
+    "batch_size",
+    "precision",
+    "query_max_length",
+    "on_bad_record",
+    "device",
+    "no_progress",
+    "trust_remote_code",
+)
 """The options of every command that encodes."""
 SEARCH = ("index", "index_parameters", "similarity", "passage_max_length", *MODEL)
 """The options of the commands that encode and search in memory."""
@@ -98,8 +134,12 @@ def load_model(name: str, args: argparse.Namespace) -> Any:
     try:
         torch.empty(0, device=args.device)  # before a model is read for it
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {args.device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    model = DualEncoder.from_pretrained(name, device=args.device, trust_remote_code=args.trust_remote_code)
+        raise ConfigError(
+            f"--device {args.device!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
+    model = DualEncoder.from_pretrained(
+        name, device=args.device, trust_remote_code=args.trust_remote_code
+    )
     set_max_lengths(model, args.query_max_length, args.passage_max_length)
     return model
 

@@ -34,7 +34,9 @@ def run(argv: Sequence[str]) -> int:
     """Return 0; raises `UserError` as the commands do that it calls."""
     what = "Train all-MiniLM-L6-v2 on SciFact, and score it before and after. Every other --key is one of train's."
     parser = Parser("quickstart", what, usage="contaccum quickstart [OPTIONS] [--key value ...]")
-    parser.add_argument("--compare", action="store_true", help="also train grad_accum with the same budget")
+    parser.add_argument(
+        "--compare", action="store_true", help="also train grad_accum with the same budget"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"))
     asked, overrides = parser.parse(argv, rest=True)
     from contaccum.data.beir import shipped_scifact
@@ -51,7 +53,18 @@ def run(argv: Sequence[str]) -> int:
     if fit_folder.is_dir() and "verdict" in read_json(fit_folder / "fit.json"):
         shutil.rmtree(fit_folder)  # this command's own, of an earlier time
     settings = [f"--{key}={value}" for key, value in QUERY_SIDE.items()]
-    _step("fit", scifact, "--model", model, "--budget", BUDGET, "--output", fit_folder, *settings, *overrides)
+    _step(
+        "fit",
+        scifact,
+        "--model",
+        model,
+        "--budget",
+        BUDGET,
+        "--output",
+        fit_folder,
+        *settings,
+        *overrides,
+    )
     for method, words in trainings.items():
         _step("train", *words)
         test = fit_folder / "data" / "test"
@@ -60,7 +73,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _training_words(model: str, fit_folder: Path, output: Path, method: str, overrides: Sequence[str]) -> list[str]:
+def _training_words(
+    model: str, fit_folder: Path, output: Path, method: str, overrides: Sequence[str]
+) -> list[str]:
     """Return the command line of a training of both towers; refuse it now if `contaccum train` would."""
     from contaccum.training.config import parse
 

@@ -47,5 +47,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"note: {warning}")
     print(split.summary())
     documents = ", ".join(f"{side} {count:,}" for side, count in split.documents.items())
-    print(f"{args.output}: train.jsonl, corpus.jsonl, and the folders dev and test (documents: {documents})")
+    print(
+        f"{args.output}: train.jsonl, corpus.jsonl, and the folders dev and test (documents: {documents})"
+    )
     return 0

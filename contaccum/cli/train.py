@@ -24,11 +24,16 @@ def options_parser(everything: bool = False) -> Parser:
 
         groups[Whole] = sorted({*Whole.__dataclass_fields__}.difference(*groups.values()))
     else:
-        parser.epilog = f"And transformers' {', '.join(MOST_USED)} ...: see contaccum train --help all."
+        parser.epilog = (
+            f"And transformers' {', '.join(MOST_USED)} ...: see contaccum train --help all."
+        )
     for group, names in groups.items():
         section = parser.add_argument_group(group.__doc__.split(". ")[0].rstrip("."))
         for one in (group.__dataclass_fields__[name] for name in names):
-            kind, choices = re.search("bool|int|float|list|dict|str", str(one.type)), one.metadata.get("choices")
+            kind, choices = (
+                re.search("bool|int|float|list|dict|str", str(one.type)),
+                one.metadata.get("choices"),
+            )
             text = one.metadata.get("help", "").replace("%%", "%").replace("%", "%%")
             default = getattr(one.default, "value", one.default)  # of an enumeration
             if default not in (None, False, "", MISSING) and "efault" not in text:
@@ -53,7 +58,9 @@ def _train(argv: Sequence[str]) -> int:
     model_args, data_args, args = config.parse(argv)
     train_and_save(model_args, data_args, args)
     if args.process_index == 0:
-        print(f"saved {args.output_dir}; score it with: contaccum evaluate {args.output_dir} --data DIR")
+        print(
+            f"saved {args.output_dir}; score it with: contaccum evaluate {args.output_dir} --data DIR"
+        )
     return 0
 
 

@@ -21,8 +21,15 @@ def run(argv: Sequence[str]) -> int:
         usage="contaccum tune CONFIG.yaml ... [OPTIONS] [--key value ...]",
     )
     add = parser.add_argument
-    add("--budget", default="30m", metavar="TIME", help="wall time, such as 90s, 30m or 2h; default: %(default)s")
-    add("--output", type=Path, default=Path("runs/tune"), metavar="DIR", help="default: %(default)s")
+    add(
+        "--budget",
+        default="30m",
+        metavar="TIME",
+        help="wall time, such as 90s, 30m or 2h; default: %(default)s",
+    )
+    add(
+        "--output", type=Path, default=Path("runs/tune"), metavar="DIR", help="default: %(default)s"
+    )
     args, rest = parser.parse(argv[len(files) :], rest=True)
 
     from contaccum.comparison.plan import all_options
@@ -33,7 +40,9 @@ def run(argv: Sequence[str]) -> int:
     given = all_options([], rest)
     options = {**of_files, **given}
     if redact(options) != options:
-        raise ConfigError("a credential among the options, which are written down: put it into the environment")
+        raise ConfigError(
+            "a credential among the options, which are written down: put it into the environment"
+        )
     budget = Budget(parse_duration(args.budget), args.output / BUDGET_FILE)
     tuned = tune(options, list(given), TimeForTrials(budget), args.output, _say)
     for warning in tuned.choice.warnings:

@@ -13,14 +13,24 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice, our_name
-from contaccum.training.arguments import BANK_METHODS, LOSS_SETTINGS, OF_A_BANK, ContAccumTrainingArguments, name_of
+from contaccum.training.arguments import (
+    BANK_METHODS,
+    LOSS_SETTINGS,
+    OF_A_BANK,
+    ContAccumTrainingArguments,
+    name_of,
+)
 from contaccum.training.config import as_options, parse
 from contaccum.training.options import METHODS, DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]
 """Key of `contaccum train` -> its values, as text."""
 
-_KEYS = frozenset(f.name for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments) for f in fields(cls))
+_KEYS = frozenset(
+    f.name
+    for cls in (ModelArguments, DataArguments, ContAccumTrainingArguments)
+    for f in fields(cls)
+)
 _SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
 # Options of every run: its model is scored in the same process, and its output goes to files.
 _SAME_IN_EVERY_RUN = {"save_strategy": ["no"], "disable_tqdm": ["true"]}
@@ -75,7 +85,11 @@ class Plan(NamedTuple):
 def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
     """Config files, but for their method, seed, folder and evaluation; then ``--key value`` of the command line."""
     read = _by_key([token for name in files for token in as_options(name, _KEYS)])
-    kept = {key: x for key, x in read.items() if key not in _SET_BY_COMPARE and not key.startswith("eval_")}
+    kept = {
+        key: x
+        for key, x in read.items()
+        if key not in _SET_BY_COMPARE and not key.startswith("eval_")
+    }
     return kept | _by_key(given)
 
 
@@ -107,14 +121,19 @@ def make_plan(
     entries = {method: Entry(method, method, {}) for method in methods}
     for name, *given in variants:
         if name in entries or not all("=" in setting for setting in given):
-            raise ConfigError(f"--variant {name} {' '.join(given)}: write a name that is not taken, then key=value ...")
+            raise ConfigError(
+                f"--variant {name} {' '.join(given)}: write a name that is not taken, then key=value ..."
+            )
         overrides = {key: value for key, _, value in (setting.partition("=") for setting in given)}
         entries[name] = Entry(name, overrides.pop("method", "contaccum"), overrides)
     for entry in entries.values():
         check_choice(f"{entry.name}: method", entry.method, METHODS)
     if not entries:
         raise ConfigError("nothing to compare: give --methods, or a --variant")
-    values = {key: list(dict.fromkeys(text.split(","))) for key, _, text in (one.partition("=") for one in grid)}
+    values = {
+        key: list(dict.fromkeys(text.split(",")))
+        for key, _, text in (one.partition("=") for one in grid)
+    }
     for key, texts in values.items():
         if not all(texts):
             raise ConfigError(f"--grid {key}: write key=value,value")
@@ -147,7 +166,11 @@ def refuse_own(keys: Iterable[str]) -> None:
 def tunable(plan: Plan, key: str) -> list[Group]:
     """The groups of which a setting is chosen by dev scores: it means something to them, and no variant sets it."""
     fixed = {entry.name for entry in plan.entries if key in entry.overrides}
-    return [group for group in plan.groups.values() if group.entry not in fixed and _applies(key, group.method)]
+    return [
+        group
+        for group in plan.groups.values()
+        if group.entry not in fixed and _applies(key, group.method)
+    ]
 
 
 def with_value(group: Group, key: str, value: str) -> Group:
@@ -174,10 +197,15 @@ def with_chosen(plan: Plan, key: str, chosen: Mapping[str, str | None]) -> Plan:
     for names, labels in plan.pairs.items():
         if final.keys() >= set(names):
             mine, theirs = (final[name] for name in names)
-            pairs[mine.name, theirs.name] = {**labels, **{k: x for k, x in mine.labels.items() if k == key}}
+            pairs[mine.name, theirs.name] = {
+                **labels,
+                **{k: x for k, x in mine.labels.items() if k == key},
+            }
     found = dict.fromkeys(group.labels[key] for group in final.values() if key in group.labels)
     grid = {**plan.grid, key: list(found)}
-    return plan._replace(grid=grid, groups={group.name: group for group in final.values()}, pairs=pairs)
+    return plan._replace(
+        grid=grid, groups={group.name: group for group in final.values()}, pairs=pairs
+    )
 
 
 def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
@@ -186,11 +214,15 @@ def loss_settings(plan: Plan) -> dict[str, dict[str, str]]:
     A setting that means nothing to any of the entries is left out.
     """
     found: dict[str, dict[str, str]] = {}
-    kept = [key for key in LOSS_SETTINGS if any(_applies(key, entry.method) for entry in plan.entries)]
+    kept = [
+        key for key in LOSS_SETTINGS if any(_applies(key, entry.method) for entry in plan.entries)
+    ]
     for name, method, _ in plan.entries:
         parsed = [group.parsed[2] for group in plan.groups.values() if group.entry == name]
         values = {key: dict.fromkeys(_shown(getattr(args, key)) for args in parsed) for key in kept}
-        found[name] = {key: " or ".join(values[key]) if _applies(key, method) else "-" for key in kept}
+        found[name] = {
+            key: " or ".join(values[key]) if _applies(key, method) else "-" for key in kept
+        }
     return found
 
 
@@ -289,20 +321,32 @@ def _labels(entry: Entry, cell: Mapping[str, str], grid: Options) -> dict[str, s
 
 def _name(entry: str, labels: Mapping[str, str]) -> str:
     """Of a group; what a folder may not be called is quoted."""
-    return "_".join(quote(word, safe="+") for word in (entry, *(f"{key}-{value}" for key, value in labels.items())))
+    return "_".join(
+        quote(word, safe="+")
+        for word in (entry, *(f"{key}-{value}" for key, value in labels.items()))
+    )
 
 
 def _group(name: str, entry: Entry, labels: dict[str, str], options: Options) -> Group:
     chosen = {key: list(values) for key, values in options.items() if _applies(key, entry.method)}
-    chosen |= {key: [value] for key, value in {**labels, **entry.overrides, "method": entry.method}.items()}
+    chosen |= {
+        key: [value] for key, value in {**labels, **entry.overrides, "method": entry.method}.items()
+    }
     chosen |= _SAME_IN_EVERY_RUN
-    if entry.method == "in_batch":  # all pairs of an update at once, which the other methods accumulate to
+    if (
+        entry.method == "in_batch"
+    ):  # all pairs of an update at once, which the other methods accumulate to
         pairs = _parse(name, {**chosen, "method": ["grad_accum"]})[2].total_train_batch_size
-        chosen |= {"per_device_train_batch_size": [str(pairs)], "gradient_accumulation_steps": ["1"]}
+        chosen |= {
+            "per_device_train_batch_size": [str(pairs)],
+            "gradient_accumulation_steps": ["1"],
+        }
     return Group(name, entry.name, entry.method, labels, chosen, _parse(name, chosen))
 
 
-def _parse(name: str, options: Options) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
+def _parse(
+    name: str, options: Options
+) -> tuple[ModelArguments, DataArguments, ContAccumTrainingArguments]:
     try:
         return parse([*as_tokens(options), "--output_dir=unused"])
     except ConfigError as error:

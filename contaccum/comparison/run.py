@@ -47,21 +47,31 @@ def about_sets(evaluation: Mapping[str, Any], option: str = "--eval_data") -> li
     """
     sets = [about_data(_load_set(evaluation, given)) for given in evaluation["data"]]
     if len({data["name"] for data in sets}) < max(1, len(sets)):
-        raise ConfigError(f"{option}: give BEIR folders to score the models on, each of another name")
+        raise ConfigError(
+            f"{option}: give BEIR folders to score the models on, each of another name"
+        )
     return sets
 
 
 def _load_set(evaluation: Mapping[str, Any], given: str) -> BeirDataset:
-    return sample(load_beir_data(given, evaluation["split"]), evaluation["queries"], evaluation["corpus"])
+    return sample(
+        load_beir_data(given, evaluation["split"]), evaluation["queries"], evaluation["corpus"]
+    )
 
 
-def make_jobs(plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[str, Any]], folder: Path) -> list[Job]:
+def make_jobs(
+    plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[str, Any]], folder: Path
+) -> list[Job]:
     """A job for every run of the plan, seed by seed, each with a folder of its own below ``folder``.
 
     ``evaluation`` and ``sets`` are what `about_sets` takes and gives; a job's ``identity`` is all that decides
     its result. Raises `DataError` for training data that cannot be used.
     """
-    scored = {f"eval_{key}": value for key, value in evaluation.items() if key not in ("data", "batch_size")}
+    scored = {
+        f"eval_{key}": value
+        for key, value in evaluation.items()
+        if key not in ("data", "batch_size")
+    }
     scored |= {f"eval_data {data['name']}": data["fingerprint"] for data in sets}
     train_data: dict[str, str] = {}
     jobs: list[Job] = []
@@ -73,10 +83,19 @@ def make_jobs(plan: Plan, evaluation: Mapping[str, Any], sets: Sequence[Mapping[
                 train_data[read] = load_data(data, args).fingerprint
             own = folder / group.run(seed)
             job = {"name": own.name, "entry": group.entry, "method": group.method, "seed": seed}
-            job |= {"labels": dict(group.labels), "folder": str(own), "evaluation": dict(evaluation)}
+            job |= {
+                "labels": dict(group.labels),
+                "folder": str(own),
+                "evaluation": dict(evaluation),
+            }
             job["options"] = [*as_tokens(group.options), f"--seed={seed}", f"--output_dir={own}"]
             options = {key: " ".join(values) for key, values in group.options.items()}
-            job["identity"] = {"contaccum": __version__, "train_data": train_data[read], **options, **scored}
+            job["identity"] = {
+                "contaccum": __version__,
+                "train_data": train_data[read],
+                **options,
+                **scored,
+            }
             jobs.append(job)
     return jobs
 
@@ -118,7 +137,11 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     model_args, data_args, args = parse(job["options"])
     data = load_run_data(data_args, args)
     if evaluation["updates"]:
-        args.eval_strategy, args.eval_steps, args.eval_on_start = IntervalStrategy.STEPS, evaluation["updates"], True
+        args.eval_strategy, args.eval_steps, args.eval_on_start = (
+            IntervalStrategy.STEPS,
+            evaluation["updates"],
+            True,
+        )
         first, similarity = _load_set(evaluation, evaluation["data"][0]), cast(Any, args.similarity)
         metrics = [name.lower() for name in METRICS]
         evaluator = RetrievalEvaluator(first, metrics, evaluation["batch_size"], similarity)
@@ -129,14 +152,21 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     trainer.train()
     log = read_log(folder / TRAIN_LOG)
     seconds = [record["seconds"] for record in log]
-    ratios = [record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None]
+    ratios = [
+        record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None
+    ]
     curve = []
     for point in read_log(folder / EVAL_LOG) if evaluation["updates"] else []:
         scores = {name: point[f"eval_{name.lower()}"] for name in METRICS}
-        curve.append({"update": point["update"], "train_seconds": sum(seconds[: point["update"]]), **scores})
+        curve.append(
+            {"update": point["update"], "train_seconds": sum(seconds[: point["update"]]), **scores}
+        )
     # In the precision that was asked for, whatever the training's: the model is taken out of mixed precision.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    how: Any = {"similarity": args.similarity, **{key: evaluation[key] for key in ("batch_size", "precision")}}
+    how: Any = {
+        "similarity": args.similarity,
+        **{key: evaluation[key] for key in ("batch_size", "precision")},
+    }
     sets = (_load_set(evaluation, given) for given in evaluation["data"])
     results = [evaluate_beir(model, one, (10, 20, 100), show_progress=False, **how) for one in sets]
     gpu = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else None
@@ -153,8 +183,15 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         "grad_norm_ratio": statistics.fmean(ratios) if ratios else None,
         "final_loss": log[-1]["loss"],
         "curve": curve,
-        "evaluations": {x.data["name"]: {"metrics": x.metrics, "per_query": x.per_query} for x in results},
-        "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "threads": torch.get_num_threads(), "gpu": gpu},
+        "evaluations": {
+            x.data["name"]: {"metrics": x.metrics, "per_query": x.per_query} for x in results
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "cpu": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "gpu": gpu,
+        },
         **code,
     }
 
@@ -179,9 +216,16 @@ def run_jobs(
     Args:
         at_once: at most; None: one with an accelerator, else one for every two cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    at_once = min(at_once or (1 if torch.accelerator.is_available() else max(1, cores // 2)), max(1, len(jobs)))
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(max(1, cores // at_once)))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    at_once = min(
+        at_once or (1 if torch.accelerator.is_available() else max(1, cores // 2)),
+        max(1, len(jobs)),
+    )
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(max(1, cores // at_once))
+    )
     waiting = list(jobs)
     running: list[tuple[Job, subprocess.Popen[bytes]]] = []
     failed: dict[str, str] = {}
@@ -194,17 +238,26 @@ def run_jobs(
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 write_json(folder / "job.json", job)
-                with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+                with (
+                    open(folder / "stdout.log", "wb") as out,
+                    open(folder / "stderr.log", "wb") as err,
+                ):
                     pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err}
                     given = [*command, str(folder / "job.json")]
-                    running.append((job, subprocess.Popen(given, env={**os.environ, **threads}, **pipes)))
+                    running.append(
+                        (job, subprocess.Popen(given, env={**os.environ, **threads}, **pipes))
+                    )
             time.sleep(0.1)
             for job, process in [pair for pair in running if pair[1].poll() is not None]:
                 running.remove((job, process))
                 if process.returncode:
-                    said = Path(job["folder"], "stderr.log").read_text(encoding="utf-8", errors="replace")
+                    said = Path(job["folder"], "stderr.log").read_text(
+                        encoding="utf-8", errors="replace"
+                    )
                     last = redact(said.strip().rpartition("\n")[2])[:300]
-                    failed[job["name"]] = f"exit code {process.returncode}: {last or 'nothing on stderr'}"
+                    failed[job["name"]] = (
+                        f"exit code {process.returncode}: {last or 'nothing on stderr'}"
+                    )
                 progress(f"{job['name']}: {failed.get(job['name'], 'done')}")
     finally:
         for _, process in running:

@@ -35,7 +35,9 @@ class Ladder(NamedTuple):
     seeds: Sequence[int]
 
 
-def read_ladder(plan: Plan, given: str | None, factor: float, most: int, seeds: Sequence[int] | None) -> Ladder:
+def read_ladder(
+    plan: Plan, given: str | None, factor: float, most: int, seeds: Sequence[int] | None
+) -> Ladder:
     """What was asked for with ``key=value,value``; raises `ConfigError` for what cannot be climbed."""
     if given is None:
         raise ConfigError(
@@ -47,13 +49,17 @@ def read_ladder(plan: Plan, given: str | None, factor: float, most: int, seeds: 
     except ValueError:
         values = {}
     if len(values) < 2 or not all(0 < value < math.inf for value in values):
-        raise ConfigError(f"--tune {given}: write key=value,value with two positive numbers or more")
+        raise ConfigError(
+            f"--tune {given}: write key=value,value with two positive numbers or more"
+        )
     if key in plan.grid:
         raise ConfigError(f"--tune {key} with --grid {key}: drop one of them")
     if not 1.1 <= factor < math.inf:  # a smaller one would be lost in rounding
         raise ConfigError(f"--tune_factor must be at least 1.1, got {factor}")
     refuse_own([key])
-    return Ladder(key, list(values.values()), factor, most, list(dict.fromkeys(seeds or plan.seeds[:1])))
+    return Ladder(
+        key, list(values.values()), factor, most, list(dict.fromkeys(seeds or plan.seeds[:1]))
+    )
 
 
 class Climb(NamedTuple):
@@ -71,7 +77,9 @@ class Climb(NamedTuple):
     failed: dict[str, str]
 
 
-def climb(plan: Plan, ladder: Ladder, train: Callable[[Plan], tuple[Results, dict[str, str]]]) -> Climb:
+def climb(
+    plan: Plan, ladder: Ladder, train: Callable[[Plan], tuple[Results, dict[str, str]]]
+) -> Climb:
     """Tune all groups, in rounds, each with the runs that every group still needs.
 
     Args:
@@ -118,7 +126,9 @@ def _query_scores(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return scores
 
 
-def about_tuning(plan: Plan, ladder: Ladder, found: Climb, sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def about_tuning(
+    plan: Plan, ladder: Ladder, found: Climb, sets: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return what a report says of the tuning.
 
     That is the ladder, all values ``tried``, the data, and of each group the scores, the chosen
@@ -140,7 +150,13 @@ def about_tuning(plan: Plan, ladder: Ladder, found: Climb, sets: Sequence[Mappin
         }
     tried_by_all = sorted({value for tried in found.scores.values() for value in tried}, key=float)
     metric = next(iter(METRICS.values()))
-    return {**ladder._asdict(), "metric": metric, "tried": tried_by_all, "data": list(sets), "groups": groups}
+    return {
+        **ladder._asdict(),
+        "metric": metric,
+        "tried": tried_by_all,
+        "data": list(sets),
+        "groups": groups,
+    }
 
 
 def _compare_with_worst(

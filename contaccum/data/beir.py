@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.data import records
-from contaccum.data.records import Fault, OnBadRecord, RecordReport, one_line, passage_text, quoted, text_of
+from contaccum.data.records import (
+    Fault,
+    OnBadRecord,
+    RecordReport,
+    one_line,
+    passage_text,
+    quoted,
+    text_of,
+)
 from contaccum.errors import DataError, UserError, closest
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
@@ -32,16 +40,23 @@ class BeirDataset:
 
     name: str
     corpus: dict[str, dict[str, str]]  # {document id: {"title", "text"}}, in the order of the file
-    queries: dict[str, str]  # {query id: text}, only those that the split judges, in the order of the judgements
+    queries: dict[
+        str, str
+    ]  # {query id: text}, only those that the split judges, in the order of the judgements
     qrels: dict[str, dict[str, int]]  # {query id: {document id: score}}
     split: str
-    fingerprint: str  # sha256, in hex, of corpus, queries and qrels; packing and line ends do not change it
+    fingerprint: (
+        str  # sha256, in hex, of corpus, queries and qrels; packing and line ends do not change it
+    )
     path: Path
     report: RecordReport = field(repr=False, compare=False)
 
 
 def load_beir_folder(
-    path: AnyPath, split: str = "test", on_bad_record: OnBadRecord = "stop", report: RecordReport | None = None
+    path: AnyPath,
+    split: str = "test",
+    on_bad_record: OnBadRecord = "stop",
+    report: RecordReport | None = None,
 ) -> BeirDataset:
     """Read one split of a BEIR folder, `qrels/SPLIT.tsv`, whose header may be missing.
 
@@ -53,7 +68,11 @@ def load_beir_folder(
     """
     folder = Path(path)
     report = RecordReport(on_bad_record) if report is None else report
-    files = beir_file(folder, "corpus.jsonl"), beir_file(folder, "queries.jsonl"), split_file(folder, split)
+    files = (
+        beir_file(folder, "corpus.jsonl"),
+        beir_file(folder, "queries.jsonl"),
+        split_file(folder, split),
+    )
     corpus, asked = _by_id(files[0], report, may_be_blank=True), _by_id(files[1], report)
     qrels = _read_qrels(files[2], report, asked, corpus)
     queries = {query_id: asked[query_id]["text"] for query_id in qrels}
@@ -65,14 +84,20 @@ def load_beir_folder(
         for document_id, score in judged.items():
             content.add("j", document_id, str(score))
     # resolve(), so that "." has a name too.
-    return BeirDataset(folder.resolve().name, corpus, queries, qrels, split, content.hex(), folder, report)
+    return BeirDataset(
+        folder.resolve().name, corpus, queries, qrels, split, content.hex(), folder, report
+    )
 
 
-def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterator[tuple[str, list[str], list[str]]]:
+def read_judged_pairs(
+    folder: Path, split: str, report: RecordReport
+) -> Iterator[tuple[str, list[str], list[str]]]:
     """(query, positives, no negatives) for each query that a split judges above 0; empty documents are reported."""
     data = load_beir_folder(folder, split, report=report)
     for query_id, judged in data.qrels.items():
-        passages = [passage_text(**data.corpus[document]) for document, score in judged.items() if score > 0]
+        passages = [
+            passage_text(**data.corpus[document]) for document, score in judged.items() if score > 0
+        ]
         report.leave_out(folder, "empty document", passages.count(""))
         if any(passages):
             yield data.queries[query_id], [passage for passage in passages if passage], []
@@ -80,7 +105,9 @@ def read_judged_pairs(folder: Path, split: str, report: RecordReport) -> Iterato
 
 def is_beir_folder(path: AnyPath) -> bool:
     """Whether `path` is a directory with a corpus in it."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in ("corpus.jsonl", "corpus.jsonl.gz"))
+    return any(
+        os.path.isfile(os.path.join(path, name)) for name in ("corpus.jsonl", "corpus.jsonl.gz")
+    )
 
 
 def beir_file(folder: Path, name: str) -> Path:
@@ -94,14 +121,19 @@ def beir_file(folder: Path, name: str) -> Path:
 
 def split_file(folder: Path, split: str) -> Path:
     """The path of the qrels of a split; raises `DataError` where there is none, naming the splits there are."""
-    found = {path.name.split(".tsv")[0]: path for path in sorted(folder.glob("qrels/*.tsv*"), reverse=True)}
+    found = {
+        path.name.split(".tsv")[0]: path
+        for path in sorted(folder.glob("qrels/*.tsv*"), reverse=True)
+    }
     if split not in found:
         there = ", ".join(sorted(found)) or "none"
         raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {there}"))
     return found[split]
 
 
-def _by_id(path: Path, report: RecordReport, may_be_blank: bool = False) -> dict[str, dict[str, str]]:
+def _by_id(
+    path: Path, report: RecordReport, may_be_blank: bool = False
+) -> dict[str, dict[str, str]]:
     """{_id: title and text} of a file of JSON lines; an id that occurs again is a bad record."""
     found: dict[str, dict[str, str]] = {}
 
@@ -129,11 +161,17 @@ def _read_qrels(
         if document_id not in corpus:
             raise Fault("unknown document", quoted(document_id))
         if document_id in qrels.get(query_id, {}):
-            raise Fault("duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}")
+            raise Fault(
+                "duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}"
+            )
         return query_id, document_id, score_of(score)
 
     # BEIR drops the first line whatever it is, and with it the first judgement of a file without a header.
-    rows = (row for row in records.read_lines(path) if row[0] > 1 or not str(row[1]).lower().startswith(_HEADERS))
+    rows = (
+        row
+        for row in records.read_lines(path)
+        if row[0] > 1 or not str(row[1]).lower().startswith(_HEADERS)
+    )
     for query_id, document_id, score in records.take(path, rows, judgement, report):
         qrels.setdefault(query_id, {})[document_id] = score
     return qrels
@@ -161,7 +199,11 @@ _IR = "ir_datasets:"
 
 def set_name(given: str) -> str:
     """What tables call the set that a folder or a name stands for."""
-    return given[len(_IR) :].replace("/", "-") if given.startswith(_IR) else os.path.basename(os.path.abspath(given))
+    return (
+        given[len(_IR) :].replace("/", "-")
+        if given.startswith(_IR)
+        else os.path.basename(os.path.abspath(given))
+    )
 
 
 def default_split(name_or_path: AnyPath) -> str:
@@ -209,13 +251,17 @@ def _set_called(given: str, split: str) -> Path:
         return _taken_over(given, default_split(given), _ir_set, what)
     # The last part of a mistyped path is what a name would have been.
     hint = closest(Path(given.lower()).name, names) or f"; names are {', '.join(names)}"
-    what = one_line(f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}")
+    what = one_line(
+        f"{quoted(given, 200)}: neither a folder nor the name of a public data set{hint}"
+    )
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", given):
         return _taken_over(given, split, _hub_set, f"{what}; nor a set on the hub")
     raise DataError(what)
 
 
-def _taken_over(given: str, split: str, read: Callable[[str, str], tuple[Iterator[Any], ...]], what: str) -> Path:
+def _taken_over(
+    given: str, split: str, read: Callable[[str, str], tuple[Iterator[Any], ...]], what: str
+) -> Path:
     """A split of a set that another library has, as a BEIR folder in the cache; or `DataError`, which says ``what``."""
     folder = cache_folder("sets", re.sub("[:/]", "-", given), split, set_name(given))
     if folder.is_dir():
@@ -226,10 +272,14 @@ def _taken_over(given: str, split: str, read: Callable[[str, str], tuple[Iterato
             (part / "qrels").mkdir()
             for name, rows in (("corpus", corpus), ("queries", queries)):
                 write_text(part / f"{name}.jsonl", (json.dumps(row) + "\n" for row in rows))
-            write_text(part / "qrels" / f"{split}.tsv", ("\t".join(map(str, row)) + "\n" for row in qrels))
+            write_text(
+                part / "qrels" / f"{split}.tsv", ("\t".join(map(str, row)) + "\n" for row in qrels)
+            )
     except UserError:
         raise
-    except Exception as error:  # the hub's, the network's and the libraries' own have no common ancestor
+    except (
+        Exception
+    ) as error:  # the hub's, the network's and the libraries' own have no common ancestor
         raise DataError(one_line(f"{what}: {str(error)[:300]}")) from error
     return folder
 
@@ -239,15 +289,23 @@ def _hub_set(name: str, split: str) -> tuple[Iterator[Any], ...]:
     import datasets
     from huggingface_hub import HfApi
 
-    HfApi().dataset_info(name, timeout=5)  # datasets asks for half a minute where there is no network
+    HfApi().dataset_info(
+        name, timeout=5
+    )  # datasets asks for half a minute where there is no network
     parts = datasets.get_dataset_config_names(name)
 
     def texts(part: str) -> Iterator[dict[str, Any]]:
         splits = datasets.load_dataset(name, part)
         for row in splits[split if split in splits else min(splits)]:
-            yield {"_id": row.get("_id", row.get("id")), "title": row.get("title"), "text": row["text"]}
+            yield {
+                "_id": row.get("_id", row.get("id")),
+                "title": row.get("title"),
+                "text": row["text"],
+            }
 
-    where = next(((name, part) for part in ("qrels", "default") if part in parts), (f"{name}-qrels",))
+    where = next(
+        ((name, part) for part in ("qrels", "default") if part in parts), (f"{name}-qrels",)
+    )
     judged = datasets.load_dataset(*where, split=split)
     qrels = ((row["query-id"], row["corpus-id"], int(row.get("score", 1))) for row in judged)
     return texts("corpus"), texts("queries"), qrels
@@ -258,12 +316,16 @@ def _ir_set(given: str, split: str) -> tuple[Iterator[Any], ...]:
 
     found = ir_datasets.load(given.removeprefix(_IR))
 
-    def parted(doc: Any) -> dict[str, str]:  # of the formats that have no title, the library knows what the text is
+    def parted(
+        doc: Any,
+    ) -> dict[str, str]:  # of the formats that have no title, the library knows what the text is
         titled = hasattr(doc, "title") and hasattr(doc, "text")
         return {"title": doc.title, "text": doc.text} if titled else {"text": doc.default_text()}
 
     corpus = ({"_id": doc.doc_id, **parted(doc)} for doc in found.docs_iter())
-    queries = ({"_id": query.query_id, "text": query.default_text()} for query in found.queries_iter())
+    queries = (
+        {"_id": query.query_id, "text": query.default_text()} for query in found.queries_iter()
+    )
     return corpus, queries, ((x.query_id, x.doc_id, x.relevance) for x in found.qrels_iter())
 
 
@@ -281,10 +343,16 @@ def _fetched(name: str, forum: str = "") -> Path:
                     found.update(block)
                     file.write(block)
         except OSError as error:  # urllib's are OSErrors too
-            instead = f"unzip it yourself and name the folder; SciFact comes along: {shipped_scifact()}"
-            raise DataError(one_line(f"{name}: could not be downloaded from {url}: {error} ({instead})")) from error
+            instead = (
+                f"unzip it yourself and name the folder; SciFact comes along: {shipped_scifact()}"
+            )
+            raise DataError(
+                one_line(f"{name}: could not be downloaded from {url}: {error} ({instead})")
+            ) from error
         if found.hexdigest() != ARCHIVE_MD5[name]:
-            raise DataError(f"{name}: what came from {url} has not the MD5 checksum {ARCHIVE_MD5[name]} (try again)")
+            raise DataError(
+                f"{name}: what came from {url} has not the MD5 checksum {ARCHIVE_MD5[name]} (try again)"
+            )
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(part)  # which never leaves the folder, whatever the names in it
         archive.unlink()

@@ -23,14 +23,22 @@ import numpy as np
 from contaccum.data import sampling
 from contaccum.data.readers import DATA_FORMATS, JUDGED, DataFormat, Source, parse_columns
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
-from contaccum.data.sampling import EpochSampling, MissingNegatives, PositivesUsed, Selection, several_positives
+from contaccum.data.sampling import (
+    EpochSampling,
+    MissingNegatives,
+    PositivesUsed,
+    Selection,
+    several_positives,
+)
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-_TRIPLES = 30  # of an MS MARCO query that are sampled from unless said otherwise: published are hundreds
+_TRIPLES = (
+    30  # of an MS MARCO query that are sampled from unless said otherwise: published are hundreds
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,15 @@ def load_training_data(
         DataError: a source, a record or a cache that cannot be used, no row is left, or no record has a negative.
     """
     report = RecordReport(on_bad_record)
-    source = Source(path, data_format, split, columns, needs_scores=teacher_scores, corpus=corpus, min_score=min_score)
+    source = Source(
+        path,
+        data_format,
+        split,
+        columns,
+        needs_scores=teacher_scores,
+        corpus=corpus,
+        min_score=min_score,
+    )
     if source.data_format == "msmarco":
         source.num_negatives = 0
         if num_hard_negatives:
@@ -103,7 +119,9 @@ def load_training_data(
     num_positives = _list_lengths(records, "positives")
     num_negatives = _list_lengths(records, "negatives")
     if num_hard_negatives and not num_negatives.any() and not negatives_to_come:
-        message = f"num_hard_negatives={num_hard_negatives}, but no record has a negative (mine some)"
+        message = (
+            f"num_hard_negatives={num_hard_negatives}, but no record has a negative (mine some)"
+        )
         raise DataError(one_line(f"{path}: {message}"))
     if teacher_scores:
         _refuse_fillers_without_score(path, selection, num_negatives)
@@ -135,14 +153,14 @@ def _list_lengths(records: Dataset, name: str) -> np.ndarray:
     return pc.list_value_length(records.data.column(name)).to_numpy()
 
 
-def _refuse_fillers_without_score(path: AnyPath, selection: Selection, num_negatives: np.ndarray) -> None:
+def _refuse_fillers_without_score(
+    path: AnyPath, selection: Selection, num_negatives: np.ndarray
+) -> None:
     """Refuse records that would be filled up with passages for which there is no teacher's score."""
     h = selection.num_hard_negatives
     num_short = int((num_negatives < h).sum())
     if selection.missing_negatives == "fill" and num_short:
-        message = (
-            f"{num_short} records have fewer than num_hard_negatives={h} negatives, and what fills up has no score"
-        )
+        message = f"{num_short} records have fewer than num_hard_negatives={h} negatives, and what fills up has no score"
         remedy = "set missing_negatives=drop, or lower num_hard_negatives"
         raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
@@ -185,7 +203,13 @@ def _content_fingerprint(
     return fingerprint(*parts)
 
 
-SET_KEYS = {"path": "path", "name": "name", "format": "data_format", "columns": "columns", "split": "split"}
+SET_KEYS = {
+    "path": "path",
+    "name": "name",
+    "format": "data_format",
+    "columns": "columns",
+    "split": "split",
+}
 SET_KEYS |= {"corpus": "corpus", "min_score": "min_score"}
 """What may be said of one set, and the arguments of `load_training_data` that it becomes."""
 
@@ -207,12 +231,18 @@ class TrainingSets:
 
     def record(self) -> dict[str, Any]:
         """What a result says of them."""
-        return {"fingerprint": self.fingerprint, "sets": {name: part.record() for name, part in self.parts.items()}}
+        return {
+            "fingerprint": self.fingerprint,
+            "sets": {name: part.record() for name, part in self.parts.items()},
+        }
 
     def summary(self) -> str:
         """A line for each set: what became of its records, and of scores."""
         unused = {True: "; its teacher scores are not used (set distill)", False: ""}
-        return "\n".join(f"{name}: {x.report.summary()}{unused[x.unused_scores]}" for name, x in self.parts.items())
+        return "\n".join(
+            f"{name}: {x.report.summary()}{unused[x.unused_scores]}"
+            for name, x in self.parts.items()
+        )
 
 
 def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
@@ -255,10 +285,14 @@ def parse_training_sets(
             Selection(**{one.name: how[one.name] for one in fields(Selection) if one.name in how})
         except ValueError as error:  # a ConfigError is one too
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
-        file = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name)
+        file = re.sub(
+            r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", Path(how["path"]).resolve().name
+        )
         name = how.pop("name", file)
         if name in sets:
-            raise ConfigError(f"train_data: two sets are called {name!r}: give one of them another name")
+            raise ConfigError(
+                f"train_data: two sets are called {name!r}: give one of them another name"
+            )
         sets[name] = how
     return sets
 
@@ -274,14 +308,18 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     key = source.key(report.on_bad_record)[:32]
     folder = cache_folder("datasets", key)
     texts = List(Value("string"))
-    features = Features(query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32")))
+    features = Features(
+        query=Value("string"), positives=texts, negatives=texts, scores=List(Value("float32"))
+    )
 
     def generate() -> Iterator[dict[str, Any]]:
         content, negatives, scores, count = Fingerprint(), Fingerprint(), Fingerprint(), 0
         with open(folder / _PAIRS, "wb") as pairs_file:
             for count, record in enumerate(source.records(report), start=1):  # noqa: B007  # used when it ends
                 query, *positives = sampling.text_ids([record.query, *record.positives])
-                pairs_file.write(b"".join(query.tobytes() + positive.tobytes() for positive in positives))
+                pairs_file.write(
+                    b"".join(query.tobytes() + positive.tobytes() for positive in positives)
+                )
                 content.add(record.query, *record.positives, "")
                 negatives.add(*record.negatives, "")
                 if record.scores is not None:
@@ -300,7 +338,9 @@ def _cached(source: Source, report: RecordReport) -> tuple[Dataset, np.ndarray, 
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError):
-            raise DataError(one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")) from error
+            raise DataError(
+                one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")
+            ) from error
         raise cause from None
     pairs = np.memmap(folder / _PAIRS, dtype=np.int64, mode="r").reshape(-1, 2)
     return records, pairs, read_json(folder / _ABOUT)

@@ -26,7 +26,9 @@ def read_msmarco(
     qrels, collection, asked = (beir_file(folder, name) for name in names)
     # triples.SPLIT.*.tsv is left alone: those that are published hold texts.
     triples = [] if num_negatives == 0 else sorted(folder.glob(f"*qidpidtriples.{split}.*"))[:1]
-    passages, queries = (TextsById(path, take(path, read_lines(path), _text, report)) for path in (collection, asked))
+    passages, queries = (
+        TextsById(path, take(path, read_lines(path), _text, report)) for path in (collection, asked)
+    )
 
     def judgement(line: str) -> tuple[str, int, int]:
         query, _, passage, score = cells_of(line, 4, None)
@@ -50,7 +52,11 @@ def read_msmarco(
         for _ in take(path, read_lines(path), triple, report):
             pass
     for query, positives in judged.items():
-        yield queries[queries.place(query)], [passages[p] for p in positives], [passages[p] for p in negatives[query]]
+        yield (
+            queries[queries.place(query)],
+            [passages[p] for p in positives],
+            [passages[p] for p in negatives[query]],
+        )
 
 
 def _text(line: str) -> tuple[str, str]:

@@ -33,7 +33,9 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def join_near_duplicates(texts: Sequence[str], groups: DisjointSet, show_progress: bool = False) -> int:
+def join_near_duplicates(
+    texts: Sequence[str], groups: DisjointSet, show_progress: bool = False
+) -> int:
     """Merge the groups of texts that are near-duplicates.
 
     Memory is some 7 KB a text.

@@ -30,7 +30,11 @@ def load_questions(path: AnyPath, on_bad_record: records.OnBadRecord = "stop") -
     `answers` (or `answer`) a text or a list of texts. Raises `DataError`.
     """
     report = RecordReport(on_bad_record)
-    rows = records.read_json_lines(path) if records.first_bytes(path).startswith(b"{") else records.read_lines(path)
+    rows = (
+        records.read_json_lines(path)
+        if records.first_bytes(path).startswith(b"{")
+        else records.read_lines(path)
+    )
     texts, answers, content = {}, {}, Fingerprint()
     for number, (text, listed) in enumerate(take(path, rows, _question, report), start=1):
         texts[f"question-{number}"], answers[f"question-{number}"] = text, listed
@@ -42,13 +46,18 @@ def _question(row: str | dict[str, Any]) -> tuple[str, list[str]]:
     if isinstance(row, str):
         cells = next(csv.reader([row], delimiter="\t"), [])
         if len(cells) != 2:
-            raise Fault("not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']")
+            raise Fault(
+                "not 2 columns", f"found {len(cells)}, not a question, a tab, and ['one', 'two']"
+            )
         try:
             # Literals only: nothing of the file is run.
             row = {"question": cells[0], "answers": ast.literal_eval(cells[1].strip())}
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise Fault("answers are not a list", f"found {quoted(cells[1])}") from None
-    text, answers = text_of(first_of(row, ("question", "query")), "question"), first_of(row, ("answers", "answer"))
+    text, answers = (
+        text_of(first_of(row, ("question", "query")), "question"),
+        first_of(row, ("answers", "answer")),
+    )
     listed = [answers] if isinstance(answers, str) else answers
     if not isinstance(listed, (list, tuple)) or not listed:
         raise Fault("no answers", f"found {quoted(answers)}")

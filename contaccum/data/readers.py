@@ -18,11 +18,23 @@ from typing import Any, Literal, NamedTuple, get_args
 from contaccum.data import records
 from contaccum.data.beir import beir_file, is_beir_folder, read_judged_pairs
 from contaccum.data.msmarco import read_msmarco
-from contaccum.data.records import Fault, RecordReport, Rows, TextsById, first_of, passage_text, quoted, take, text_of
+from contaccum.data.records import (
+    Fault,
+    RecordReport,
+    Rows,
+    TextsById,
+    first_of,
+    passage_text,
+    quoted,
+    take,
+    text_of,
+)
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 
-DataFormat = Literal["beir", "dpr", "nemo", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"]
+DataFormat = Literal[
+    "beir", "dpr", "nemo", "tevatron", "msmarco", "pairs", "triplets", "csv", "parquet", "hub"
+]
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 # A record of these is a query with all its judgements, each of which is a pair; nor have they names of fields.
 JUDGED: tuple[DataFormat, ...] = ("beir", "msmarco")
@@ -35,7 +47,14 @@ FIELDS = {
         *("pos_doc", "positive_document_ids", "positive_messages", "response", "sentence2"),
     ),
     "negatives": (
-        *("negatives", "negative", "negative_passages", "hard_negatives", "hard_negative_ctxs", "neg"),
+        *(
+            "negatives",
+            "negative",
+            "negative_passages",
+            "hard_negatives",
+            "hard_negative_ctxs",
+            "neg",
+        ),
         *("neg_doc", "negative_document_ids", "negative_messages", "rejected_response"),
         "negative_ctxs",  # DPR's, of other questions: what its own trainer falls back on
     ),
@@ -66,7 +85,9 @@ class Record(NamedTuple):
     query: str
     positives: list[str]
     negatives: list[str]
-    scores: list[float] | None = None  # a teacher's, of positives and then negatives; None unless each has one
+    scores: list[float] | None = (
+        None  # a teacher's, of positives and then negatives; None unless each has one
+    )
 
 
 def read_records(
@@ -95,7 +116,9 @@ def read_records(
         ConfigError: at once: an unknown format, or `columns` that cannot be used.
         DataError: at once where the format cannot be told; while reading, where source or record cannot be used.
     """
-    source = Source(path, data_format, split, columns, num_negatives, corpus=corpus, min_score=min_score)
+    source = Source(
+        path, data_format, split, columns, num_negatives, corpus=corpus, min_score=min_score
+    )
     return source.records(report or RecordReport())
 
 
@@ -116,18 +139,28 @@ class Source:
         check_choice("data_format", self.data_format, (None, *DATA_FORMATS))
         self.path, self.columns = Path(self.path), parse_columns(self.columns)
         self.data_format = self.data_format or sniff_format(self.path, self.columns)
-        given = {"data_columns": self.columns, "corpus": self.corpus, "min_score": self.min_score is not None}
+        given = {
+            "data_columns": self.columns,
+            "corpus": self.corpus,
+            "min_score": self.min_score is not None,
+        }
         for name in (name for name, value in given.items() if value and self.data_format in JUDGED):
-            raise ConfigError(f"{name} is set, but data_format={self.data_format} has no fields: {self.path}")
+            raise ConfigError(
+                f"{name} is set, but data_format={self.data_format} has no fields: {self.path}"
+            )
         if self.needs_scores and self.data_format in JUDGED:
-            raise ConfigError(f"{self.path}: {self.data_format} data have no teacher scores for distill ({_MEND})")
+            raise ConfigError(
+                f"{self.path}: {self.data_format} data have no teacher scores for distill ({_MEND})"
+            )
 
     def records(self, report: RecordReport) -> Iterator[Record]:
         """Every record that can be used."""
         if self.data_format == "beir":
             yield from starmap(Record, read_judged_pairs(self.path, self.split, report))
         elif self.data_format == "msmarco" and self.path.is_dir():
-            yield from starmap(Record, read_msmarco(self.path, self.split, self.num_negatives, report))
+            yield from starmap(
+                Record, read_msmarco(self.path, self.split, self.num_negatives, report)
+            )
         elif self.data_format == "msmarco":
             yield from take(self.path, self.rows(), _text_triple, report)
         else:
@@ -146,7 +179,10 @@ class Source:
         if self.data_format in ("hub", "parquet"):
             return records.arrow_rows(self.path, self._dataset().with_format("arrow").iter(1000))
         readers: dict[str, Any] = {"dpr": records.read_json_array, "csv": records.csv_rows}
-        readers |= {"nemo": partial(records.read_json_array, where="data.item"), "msmarco": records.read_lines}
+        readers |= {
+            "nemo": partial(records.read_json_array, where="data.item"),
+            "msmarco": records.read_lines,
+        }
         return readers.get(self.data_format, records.read_json_lines)(self.path)
 
     def _dataset(self) -> Any:
@@ -156,8 +192,12 @@ class Source:
         source = str(self.path)
         try:
             if self.data_format == "parquet":
-                return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
-            if not any((self.path / name).exists() for name, found in _FOLDERS.items() if found == "hub"):
+                return datasets.load_dataset(
+                    "parquet", data_files=source, split="train", streaming=True
+                )
+            if not any(
+                (self.path / name).exists() for name, found in _FOLDERS.items() if found == "hub"
+            ):
                 name, _, config = source.partition(":")
                 return datasets.load_dataset(name, config or None, split=self.split)
             found = datasets.load_from_disk(source)
@@ -175,9 +215,24 @@ class Source:
         elif self.data_format == "hub":
             # What datasets has fetched: other files when it changes on the hub.
             files = [Path(file["filename"]) for file in self._dataset().cache_files]
-        facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.exists()]
-        settings = ("" if facts else str(self.path), self.data_format, self.split, self.columns, self.num_negatives)
-        about = (*about, self.needs_scores, self.min_score, self.corpus and corpus_source(self.corpus).key())
+        facts = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in files
+            if path.exists()
+        ]
+        settings = (
+            "" if facts else str(self.path),
+            self.data_format,
+            self.split,
+            self.columns,
+            self.num_negatives,
+        )
+        about = (
+            *about,
+            self.needs_scores,
+            self.min_score,
+            self.corpus and corpus_source(self.corpus).key(),
+        )
         return fingerprint(_CACHED, facts, settings, *about)
 
 
@@ -191,7 +246,11 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         for name, found in _FOLDERS.items():
             if any(path.glob(f"{name}*")):
                 return found
-        raise DataError(records.one_line(f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"))
+        raise DataError(
+            records.one_line(
+                f"{path}: a folder without any of {', '.join(_FOLDERS)} (see docs/data.md)"
+            )
+        )
     if not path.exists() and re.fullmatch(_HUB_NAME, str(source)):
         return "hub"
     head = records.first_bytes(path)
@@ -210,7 +269,9 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
         return "msmarco"
     if not head:
         raise DataError(records.one_line(f"{path}: is empty"))
-    what = f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
+    what = (
+        f"neither JSON nor a table with a header that is known; it starts with {quoted(head[:20])}"
+    )
     raise DataError(records.one_line(f"{path}: {what} (set --data_columns or --data_format)"))
 
 
@@ -221,9 +282,13 @@ def parse_columns(given: Mapping[str, str] | Sequence[str] | None) -> dict[str, 
     try:
         if not isinstance(words, Mapping) and len(words) == 1 and words[0].startswith("{"):
             words = json.loads(words[0])
-        columns = dict(words if isinstance(words, Mapping) else (word.split("=", 1) for word in words))
+        columns = dict(
+            words if isinstance(words, Mapping) else (word.split("=", 1) for word in words)
+        )
     except ValueError as error:
-        raise ConfigError(f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(given)}") from error
+        raise ConfigError(
+            f"data_columns: neither ROLE=NAME nor a JSON object: {quoted(given)}"
+        ) from error
     for role in columns:
         check_choice("data_columns: a role", role, FIELDS)
     return columns
@@ -238,7 +303,9 @@ class Fields:
     def __init__(self, source: Source, corpus: TextsById | None) -> None:
         self._source, self._corpus = source, corpus
         taken = set(source.columns.values())
-        self._names = {role: [name for name in names if name not in taken] for role, names in FIELDS.items()}
+        self._names = {
+            role: [name for name in names if name not in taken] for role, names in FIELDS.items()
+        }
         self._names |= {role: [name] for role, name in source.columns.items()}
         self._chosen: tuple[str, str] | None = None
 
@@ -250,8 +317,12 @@ class Fields:
         query_field, positive_field = self._chosen
         query = _text(record.get(query_field), query_field)
         score, least = first_of(record, self._names["score"]), self._source.min_score
-        if least is None and score is not None and query_field in ("sentence1", "messages"):  # where low is no match
-            raise Fault("a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}")
+        if (
+            least is None and score is not None and query_field in ("sentence1", "messages")
+        ):  # where low is no match
+            raise Fault(
+                "a pair with a score", "say from which on it is a match: {path: ..., min_score: 1}"
+            )
         if least is not None and records.number_of(score) < least:
             return None
         title = "".join(records.title_of(record, name) for name in self._names["title"])
@@ -261,8 +332,12 @@ class Fields:
         negatives = self._negatives(record)
         scores = self._scores(record, positives, negatives)
         if self._source.needs_scores and scores is None:
-            raise Fault("no teacher scores", f"distill needs a number for each of its passages; {_MEND}")
-        return Record(query, [text for text, _ in positives], [text for text, _ in negatives], scores)
+            raise Fault(
+                "no teacher scores", f"distill needs a number for each of its passages; {_MEND}"
+            )
+        return Record(
+            query, [text for text, _ in positives], [text for text, _ in negatives], scores
+        )
 
     def _choose(self, role: str, record: Mapping[str, Any]) -> str:
         for name in self._names[role]:
@@ -271,15 +346,25 @@ class Fields:
         fields = quoted(", ".join(record), 200)
         raise Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
-    def _scores(self, record: Mapping[str, Any], *passages: list[tuple[str, Any]]) -> list[float] | None:
+    def _scores(
+        self, record: Mapping[str, Any], *passages: list[tuple[str, Any]]
+    ) -> list[float] | None:
         """The teacher's scores of positives and then negatives; None unless each is a finite number."""
         found: list[Any] = []
         for role, listed in zip(("positive_scores", "negative_scores"), passages, strict=True):
             given = first_of(record, self._names[role])
-            scores = [score for _, score in listed] if given is None else given if isinstance(given, list) else [given]
+            scores = (
+                [score for _, score in listed]
+                if given is None
+                else given
+                if isinstance(given, list)
+                else [given]
+            )
             found += scores if len(scores) == len(listed) else [None]
         whole = first_of(record, self._names["scores"])
-        found = whole if isinstance(whole, list) and len(whole) == sum(map(len, passages)) else found
+        found = (
+            whole if isinstance(whole, list) and len(whole) == sum(map(len, passages)) else found
+        )
         try:
             return [records.number_of(score) for score in found]
         except Fault:
@@ -293,15 +378,21 @@ class Fields:
         numbered.sort(key=lambda name: (len(name), name))  # by number, not by place
         for names in (numbered, *([name] for name in self._names["negatives"])):
             there = [name for name in names if record.get(name) is not None]
-            if found := [one for name in there for one in _passages(record[name], name, self._corpus)]:
+            if found := [
+                one for name in there for one in _passages(record[name], name, self._corpus)
+            ]:
                 return found
         return []
 
 
-def _passages(value: Any, what: str, corpus: TextsById | None, title: str = "") -> list[tuple[str, Any]]:
+def _passages(
+    value: Any, what: str, corpus: TextsById | None, title: str = ""
+) -> list[tuple[str, Any]]:
     """The passages of one field: a text (whose title is `title`), an object {"title", "text"}, messages, with a corpus
     an id or an object {"id"}, or a list of these; each with its "score", None where it has none."""
-    if isinstance(value, dict) and isinstance(value.get("text"), list):  # how Arrow keeps some lists
+    if isinstance(value, dict) and isinstance(
+        value.get("text"), list
+    ):  # how Arrow keeps some lists
         value = value["text"]
     found = []
     for one in value if isinstance(value, list) else [value]:
@@ -310,7 +401,9 @@ def _passages(value: Any, what: str, corpus: TextsById | None, title: str = "") 
         if named is None and (corpus or what.endswith("_ids")) and isinstance(one, (str, int)):
             named = one
         if named is not None and corpus is None:
-            raise Fault("ids where texts are expected", "name what has the texts: {path: ..., corpus: ...}")
+            raise Fault(
+                "ids where texts are expected", "name what has the texts: {path: ..., corpus: ...}"
+            )
         if named is not None and corpus is not None:
             text = corpus[corpus.place(named)]
         elif about:
@@ -331,12 +424,17 @@ def _text(value: Any, what: str) -> str:
 def _text_triple(line: str) -> Record:
     cells = records.cells_of(line, 3)
     if all(cell.strip().isdecimal() for cell in cells):
-        raise Fault("ids where texts are expected", "name the folder that holds it beside collection.tsv")
+        raise Fault(
+            "ids where texts are expected", "name the folder that holds it beside collection.tsv"
+        )
     query, positive, negative = (text_of(*pair) for pair in zip(cells, FIELDS, strict=False))
     return Record(query, [positive.strip()], [negative.strip()])
 
 
-_IDS, _TEXTS = ("_id", "id", "docid", "doc_id", "pid", "passage_id"), ("text", "passage", "contents")
+_IDS, _TEXTS = (
+    ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
+    ("text", "passage", "contents"),
+)
 
 
 class Passage(NamedTuple):

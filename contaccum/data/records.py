@@ -46,10 +46,14 @@ class Fault(Exception):
 class RecordReport:
     """What became of every record: seen = used + reported. A blank line and the header of a table are no records."""
 
-    on_bad_record: OnBadRecord = "stop"  # raises `DataError` at the first bad one; "skip" leaves it out and counts it
+    on_bad_record: OnBadRecord = (
+        "stop"  # raises `DataError` at the first bad one; "skip" leaves it out and counts it
+    )
     seen: int = 0
     reported: int = 0
-    by_reason: Counter[str] = field(default_factory=Counter)  # how many were reported for each reason
+    by_reason: Counter[str] = field(
+        default_factory=Counter
+    )  # how many were reported for each reason
     first: str | None = None  # where the first of these is
 
     def __post_init__(self) -> None:
@@ -69,20 +73,26 @@ class RecordReport:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the counts of another report, its `vars`, which JSON can hold."""
-        vars(self).update(state, by_reason=Counter(state["by_reason"]), on_bad_record=self.on_bad_record)
+        vars(self).update(
+            state, by_reason=Counter(state["by_reason"]), on_bad_record=self.on_bad_record
+        )
 
     def summary(self) -> str:
         """One line: how many records were seen, used and left out, why, and where the first one is."""
         text = f"{self.seen} records: {self.used} used, {self.reported} left out"
         if self.reported:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.by_reason.most_common())
+            reasons = ", ".join(
+                f"{count} {reason}" for reason, count in self.by_reason.most_common()
+            )
             text += f" ({reasons}; first: {self.first})"
         return one_line(text)
 
     def refuse_if_nothing_left(self, where: AnyPath, left: int, what: str) -> None:
         """Raise `DataError` when `left`, the number of usable `what`, is 0: an empty run helps nobody."""
         if left == 0:
-            raise DataError(one_line(f"{where}: no {what} left to use; {self.summary()} (correct the data)"))
+            raise DataError(
+                one_line(f"{where}: no {what} left to use; {self.summary()} (correct the data)")
+            )
 
 
 def take(path: AnyPath, rows: Rows, parse: Callable[[Any], T], report: RecordReport) -> Iterator[T]:
@@ -190,7 +200,10 @@ def open_data_file(path: AnyPath) -> gzip.GzipFile | io.BufferedReader:
 
 def first_bytes(path: AnyPath) -> bytes:
     """Up to 64 KB of a file, unpacked, from its first character that is not blank; none where it breaks off there."""
-    with open_data_file(path) as file, suppress(*_UNREADABLE):  # the reader meets the same damage and names its line
+    with (
+        open_data_file(path) as file,
+        suppress(*_UNREADABLE),
+    ):  # the reader meets the same damage and names its line
         return file.read1(1 << 16).removeprefix(_BYTE_ORDER_MARK).lstrip()
     return b""
 
@@ -223,7 +236,9 @@ def read_json_lines(path: AnyPath) -> Rows:
 
 
 def _object(value: object) -> object:
-    return value if isinstance(value, dict) else Fault("not a JSON object", f"found {quoted(value)}")
+    return (
+        value if isinstance(value, dict) else Fault("not a JSON object", f"found {quoted(value)}")
+    )
 
 
 def read_json_array(path: AnyPath, where: str = "item") -> Rows:
@@ -250,12 +265,16 @@ def csv_rows(path: AnyPath) -> Rows:
     quotes. Raises `DataError` for a broken quote, because what comes after it cannot be told apart,
     and for a column name that occurs twice.
     """
-    csv.field_size_limit(2**31 - 1)  # Python's own limit of 128 KB a cell guards against nothing here
+    csv.field_size_limit(
+        2**31 - 1
+    )  # Python's own limit of 128 KB a cell guards against nothing here
     delimiter, _ = read_header(first_bytes(path))
     names: list[str] = []
     start = 1
     with open_data_file(path) as file:
-        lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")  # `text_of` refuses what is no UTF-8
+        lines = io.TextIOWrapper(
+            file, "utf-8-sig", "surrogateescape", newline=""
+        )  # `text_of` refuses what is no UTF-8
         try:
             reader = csv.reader(lines, delimiter=delimiter, strict=True)
             for row in reader:
@@ -264,13 +283,21 @@ def csv_rows(path: AnyPath) -> Rows:
                     names = [] if is_blank else _column_names(row)
                     _refuse_repeated_name(path, start, names)
                 elif len(row) == len(names):
-                    yield start, {name: cell if cell.strip() else None for name, cell in zip(names, row, strict=True)}
+                    yield (
+                        start,
+                        {
+                            name: cell if cell.strip() else None
+                            for name, cell in zip(names, row, strict=True)
+                        },
+                    )
                 elif not is_blank:
                     what = f"found {len(row)} where the header has {len(names)}"
                     yield start, Fault("wrong number of columns", what)
                 start = reader.line_num + 1
         except csv.Error as error:
-            raise broken(path, start, Fault("broken quoting", str(error)), "double quotes inside of cells") from error
+            raise broken(
+                path, start, Fault("broken quoting", str(error)), "double quotes inside of cells"
+            ) from error
         except _UNREADABLE as error:
             yield start, Fault("the file breaks off", str(error))
 
@@ -327,21 +354,32 @@ class TextsById:
     occurs again."""
 
     def __init__(self, path: AnyPath, texts: Iterable[tuple[str, str]]) -> None:
-        self._name, self._table = os.path.basename(path), sqlite3.connect("")  # in TMPDIR, and gone when it is closed
-        self._table.execute("CREATE TABLE texts (place INTEGER PRIMARY KEY, id TEXT UNIQUE, text TEXT)")
+        self._name, self._table = (
+            os.path.basename(path),
+            sqlite3.connect(""),
+        )  # in TMPDIR, and gone when it is closed
+        self._table.execute(
+            "CREATE TABLE texts (place INTEGER PRIMARY KEY, id TEXT UNIQUE, text TEXT)"
+        )
         for identifier, text in texts:
             try:
-                self._table.execute("INSERT INTO texts (id, text) VALUES (?, ?)", (identifier, text))
+                self._table.execute(
+                    "INSERT INTO texts (id, text) VALUES (?, ?)", (identifier, text)
+                )
             except sqlite3.Error as error:
                 what = f"{path}: id {quoted(identifier)}: {error} (keep one of an id, and room in TMPDIR)"
                 raise DataError(one_line(what)) from error
 
     def place(self, identifier: Any) -> int:
         """What an id is called here; raises `Fault` where it is not there."""
-        found = self._table.execute("SELECT place FROM texts WHERE id = ?", (str(identifier),)).fetchone()
+        found = self._table.execute(
+            "SELECT place FROM texts WHERE id = ?", (str(identifier),)
+        ).fetchone()
         if found is None:
             raise Fault(f"unknown id in {self._name}", quoted(identifier))
         return int(found[0])
 
     def __getitem__(self, place: int) -> str:
-        return str(self._table.execute("SELECT text FROM texts WHERE place = ?", (place,)).fetchone()[0])
+        return str(
+            self._table.execute("SELECT text FROM texts WHERE place = ?", (place,)).fetchone()[0]
+        )

@@ -21,8 +21,12 @@ class EpochBatchSampler(DefaultBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = len(self.sampler)  # type: ignore[arg-type]  # torch's random one
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
-        for batch in order.split(self.batch_size):  # a list of all rows would take five times the memory
+        order = torch.randperm(
+            rows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        )
+        for batch in order.split(
+            self.batch_size
+        ):  # a list of all rows would take five times the memory
             if len(batch) == self.batch_size or not self.drop_last:
                 yield batch.tolist()
 
@@ -33,7 +37,10 @@ class _HashedRows:
     column_names = ()
 
     def __init__(self, dataset: Any) -> None:
-        hashed = [np.column_stack([text_ids(texts) for texts in batch.values()]) for batch in first_texts(dataset)]
+        hashed = [
+            np.column_stack([text_ids(texts) for texts in batch.values()])
+            for batch in first_texts(dataset)
+        ]
         self._hashes = np.concatenate(hashed)
 
     def __len__(self) -> int:

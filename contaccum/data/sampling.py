@@ -26,7 +26,13 @@ MissingNegatives = Literal["fill", "drop"]
 POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
 MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
 
-LABELS = ("label", "labels", "score", "scores", "dataset_name")  # columns that sentence-transformers takes for no text
+LABELS = (
+    "label",
+    "labels",
+    "score",
+    "scores",
+    "dataset_name",
+)  # columns that sentence-transformers takes for no text
 TOO_FEW = "too few hard negatives"
 _TRIES = 256  # that other passages are sampled in place of missing negatives before a row is said to have none
 
@@ -49,10 +55,16 @@ class Selection:
         check_choice("positives", self.positives, (None, *POSITIVES_USED))
         check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
         if h < 0 or (most is not None and not 0 < h <= most):
-            raise ConfigError(f"num_hard_negatives={h} with negatives_from={most}: 0 or more, and no more")
+            raise ConfigError(
+                f"num_hard_negatives={h} with negatives_from={most}: 0 or more, and no more"
+            )
 
     def sample(
-        self, rng: np.random.Generator, positives: Sequence[str], negatives: Sequence[str], which: int = 0
+        self,
+        rng: np.random.Generator,
+        positives: Sequence[str],
+        negatives: Sequence[str],
+        which: int = 0,
     ) -> tuple[str, list[str]]:
         """A row's positive, and its negatives, h unless there are fewer; `which` positive it is under "all"."""
         positive = positives[which]
@@ -118,10 +130,14 @@ class EpochSampling:
         others = {name: values for name, values in batch.items() if name not in names}
         whole = {"query", "positive"} <= {*names}
         if others and not whole:
-            raise ConfigError(f"training data with the columns {', '.join(batch)}: keep the names query and positive")
+            raise ConfigError(
+                f"training data with the columns {', '.join(batch)}: keep the names query and positive"
+            )
         numbers = [int(number) for number in batch[names[0]]] if names else []
         rows, labels = [], []
-        for number, (query, positives, negatives, scores, which) in zip(numbers, self._read(numbers), strict=True):
+        for number, (query, positives, negatives, scores, which) in zip(
+            numbers, self._read(numbers), strict=True
+        ):
             rng = np.random.default_rng([int(self._clock[0]) & (2**64 - 1), self.epoch, number])
             positive, texts = self._selection.sample(rng, positives, negatives, which)
             if len(texts) < len(self.columns) - 2:
@@ -149,7 +165,8 @@ class EpochSampling:
         """By column, of each row its query, its first positive and its first h negatives, None where one is missing."""
         h = len(self.columns) - 2
         rows = [
-            [query, found[which], *[*rest, *[None] * h][:h]] for query, found, rest, _, which in self._read(numbers)
+            [query, found[which], *[*rest, *[None] * h][:h]]
+            for query, found, rest, _, which in self._read(numbers)
         ]
         return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
 
@@ -174,12 +191,22 @@ class EpochSampling:
         found = self._records[places.tolist()]
         if "positives" not in found:
             listed = zip(*(found[name] for name in self.columns), strict=True)
-            rows = [(query, [positive], [*filter(None, texts)], None) for query, positive, *texts in listed]
+            rows = [
+                (query, [positive], [*filter(None, texts)], None)
+                for query, positive, *texts in listed
+            ]
         else:
-            rows = list(zip(*(found[name] for name in ("query", "positives", "negatives", "scores")), strict=True))
+            rows = list(
+                zip(
+                    *(found[name] for name in ("query", "positives", "negatives", "scores")),
+                    strict=True,
+                )
+            )
         return [(*row, number) for row, number in zip(rows, which, strict=True)]
 
-    def _filled(self, rng: np.random.Generator, query: str, positive: str, found: list[str]) -> list[str]:
+    def _filled(
+        self, rng: np.random.Generator, query: str, positive: str, found: list[str]
+    ) -> list[str]:
         """`found` and other rows' positives: random negatives, but no known positives of the query."""
         wanted = len(self.columns) - 2
         query_id, *used = text_ids([query, positive, *found]).tolist()
@@ -196,7 +223,9 @@ class EpochSampling:
                 forbidden.add(passage_id)
                 found = [*found, positives[which]]
         if not found:
-            raise DataError("a query without negatives, and no passage that could be one (set num_hard_negatives to 0)")
+            raise DataError(
+                "a query without negatives, and no passage that could be one (set num_hard_negatives to 0)"
+            )
         # A record may list one twice, and a tiny set have too few other passages: then one is there twice.
         return [found[place % len(found)] for place in range(wanted)]
 
@@ -234,16 +263,26 @@ def as_rows(sampling: EpochSampling) -> Dataset:
     import pyarrow as pa
     from datasets import Dataset
 
-    columns = dict.fromkeys(sampling.columns, pa.array(np.arange(len(sampling))))  # one and the same buffer
+    columns = dict.fromkeys(
+        sampling.columns, pa.array(np.arange(len(sampling)))
+    )  # one and the same buffer
     # Named, or datasets would copy and hash the table; nothing in memory is ever cached by its name.
     return Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows").with_transform(sampling)
 
 
 def with_row_numbers(dataset: Any) -> Any:
     """A plain data set with columns "query", "positive" and perhaps negatives as one whose rows know their number."""
-    columns = [name for name in dataset.column_names if re.fullmatch("query|positive|negative_[0-9]+", name)]
-    pairs = [text_ids(texts[name]) for texts in first_texts(dataset) for name in ("query", "positive")]
-    known = several_positives(np.column_stack([np.concatenate(pairs[0::2]), np.concatenate(pairs[1::2])]))
+    columns = [
+        name
+        for name in dataset.column_names
+        if re.fullmatch("query|positive|negative_[0-9]+", name)
+    ]
+    pairs = [
+        text_ids(texts[name]) for texts in first_texts(dataset) for name in ("query", "positive")
+    ]
+    known = several_positives(
+        np.column_stack([np.concatenate(pairs[0::2]), np.concatenate(pairs[1::2])])
+    )
     sampling = EpochSampling(dataset, columns, Selection(len(columns) - 2), known_positives=known)
     return as_rows(sampling)
 

@@ -65,7 +65,9 @@ class SplitSettings:
         for name in ("dev", "test"):
             size = getattr(self, name)
             if size is not None and (not size > 0 or (size > 1 and size != int(size))):
-                raise ConfigError(f"{name}={size}: give a share below 1, or a whole number of queries")
+                raise ConfigError(
+                    f"{name}={size}: give a share below 1, or a whole number of queries"
+                )
         for name in ("haystack", "fold"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -79,7 +81,9 @@ class Split:
     dev: int
     test: int
     records: int  # in train.jsonl
-    documents: dict[str, int]  # to contrast training queries with, and in the haystack of dev and of test
+    documents: dict[
+        str, int
+    ]  # to contrast training queries with, and in the haystack of dev and of test
     groups: int
     largest_group: int
     near_duplicates: int  # texts that hang together with one that is nearly the same
@@ -226,7 +230,9 @@ def read_split(folder: AnyPath) -> Split:
         raise DataError(f"{file}: lacks {error}; split the data again") from error
 
 
-def choose_sides(source: AnyPath, grouping: Grouping, sizes: dict[str, int], settings: SplitSettings) -> dict[int, str]:
+def choose_sides(
+    source: AnyPath, grouping: Grouping, sizes: dict[str, int], settings: SplitSettings
+) -> dict[int, str]:
     """Give each group to "train", "dev" or "test"; those of a test set of the data's own get none.
 
     Groups are taken in the order of a hash of their key. The queries of fold k's test set are those
@@ -250,7 +256,9 @@ def choose_sides(source: AnyPath, grouping: Grouping, sizes: dict[str, int], set
         sides[group] = "train"
         if num_queries <= largest:
             small_groups.append(group)
-    small_groups.sort(key=lambda group: text_hash(f"{settings.seed}:{grouping.key_of_group[group]}"))
+    small_groups.sort(
+        key=lambda group: text_hash(f"{settings.seed}:{grouping.key_of_group[group]}")
+    )
 
     num_available = sum(grouping.queries_of_group[group] for group in small_groups)
     num_held_out = sizes["dev"] + sizes["test"]

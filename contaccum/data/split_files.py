@@ -60,7 +60,11 @@ def write_training_corpus(
                 if grade > 0:
                     held_out.add(normalise(passage_text(**test.corpus[name])))
     held_out -= _positives_of(parts["train"])
-    texts = {text: passage for text, passage in _passages_of(parts["train"]).items() if text not in held_out}
+    texts = {
+        text: passage
+        for text, passage in _passages_of(parts["train"]).items()
+        if text not in held_out
+    }
     kept = {text: Passage(_document_id(text), "", passage) for text, passage in texts.items()}
     for document in documents:
         text = normalise(document.passage)
@@ -112,7 +116,9 @@ def read_haystack(corpus: AnyPath, report: RecordReport) -> list[Passage]:
     documents: dict[str, Passage] = {}
     for document in read_passages(corpus, report):
         if document.id in documents:
-            raise DataError(f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two")
+            raise DataError(
+                f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two"
+            )
         documents[document.id] = document
     return list(documents.values())
 
@@ -122,7 +128,9 @@ def haystack_of(test: BeirDataset) -> list[Passage]:
     return [Passage(name, **document) for name, document in test.corpus.items()]
 
 
-def sample_haystack(side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int) -> list[Passage]:
+def sample_haystack(
+    side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int
+) -> list[Passage]:
     """Return the passages of a side's records, and a sample of the others if they are too few.
 
     Args:
@@ -186,7 +194,9 @@ def write_beir(folder: Path, records: Sequence[Record], haystack: Iterable[Passa
 
     (folder / "qrels").mkdir(parents=True)
     write_text(folder / "corpus.jsonl", map(_document_line, documents))
-    query_lines = [json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries.values()]
+    query_lines = [
+        json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries.values()
+    ]
     write_text(folder / "queries.jsonl", query_lines)
     rows = [f"{query}\t{document}\t1\n" for query, document in judgements]
     write_text(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore\n", *rows])
@@ -227,7 +237,9 @@ def write_part(dataset: BeirDataset, kept: Container[str], folder: Path) -> None
     (folder / "qrels").mkdir(parents=True)
     documents = [document for document in haystack_of(dataset) if document.id in kept]
     write_text(folder / "corpus.jsonl", map(_document_line, documents))
-    query_lines = [json.dumps({"_id": name, "text": text}) + "\n" for name, text in dataset.queries.items()]
+    query_lines = [
+        json.dumps({"_id": name, "text": text}) + "\n" for name, text in dataset.queries.items()
+    ]
     write_text(folder / "queries.jsonl", query_lines)
     rows = []
     for query, judged in dataset.qrels.items():

@@ -49,7 +49,9 @@ def evaluate_beir(
     """
     k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    run, about, (asked, documents) = search(model, dataset.corpus, dataset.queries, max(k_values), **settings)
+    run, about, (asked, documents) = search(
+        model, dataset.corpus, dataset.queries, max(k_values), **settings
+    )
     if served:
         rows = score_served(dataset, asked, documents, about["model"]["similarity"], **served)
         about["served"] = {**served, "rows": rows}
@@ -75,7 +77,9 @@ def score_beir_run(
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
     metrics, per_query = score_run(dataset.qrels, top, k_values)
     data = about_data(dataset) | {"queries_without_results": len(dataset.qrels) - len(top)}
-    return EvaluationResult(metrics, per_query, top, data, model={"name": name}, search={"k": deepest})
+    return EvaluationResult(
+        metrics, per_query, top, data, model={"name": name}, search={"k": deepest}
+    )
 
 
 def about_data(dataset: BeirDataset) -> dict[str, Any]:
@@ -96,7 +100,9 @@ def about_data(dataset: BeirDataset) -> dict[str, Any]:
 
 
 def load_data(
-    given: str | os.PathLike[str], split: str | None = None, on_bad_record: Literal["stop", "skip"] = "stop"
+    given: str | os.PathLike[str],
+    split: str | None = None,
+    on_bad_record: Literal["stop", "skip"] = "stop",
 ) -> BeirDataset:
     """What `resolve_beir_data` finds, read; raises `DataError` when it cannot be, or nothing is in it."""
     split = split or default_split(given)
@@ -161,7 +167,11 @@ def plan_search(
     dimension = model.get_embedding_dimension()
     _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
-        "model": {"fingerprint": model_fingerprint(model), "similarity": metric, "dimension": dimension},
+        "model": {
+            "fingerprint": model_fingerprint(model),
+            "similarity": metric,
+            "dimension": dimension,
+        },
         "tokenisation": tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": k},
         "precision": precision,
@@ -186,8 +196,12 @@ def plan_served(
 
     sizes = list(dict.fromkeys(dims or [dimension]))
     if not all(1 <= size <= dimension for size in sizes):
-        raise ConfigError(f"--dims {' '.join(map(str, sizes))}: the model's embeddings have {dimension} dimensions")
-    forms = dict.fromkeys([(dimension, "float32"), *((size, name) for name in types for size in sizes)])
+        raise ConfigError(
+            f"--dims {' '.join(map(str, sizes))}: the model's embeddings have {dimension} dimensions"
+        )
+    forms = dict.fromkeys(
+        [(dimension, "float32"), *((size, name) for name in types for size in sizes)]
+    )
     for size, name in forms:
         check_bits(name, size)
     return {"forms": [list(form) for form in forms], "rescore": rescore, "metric": metric}
@@ -222,19 +236,36 @@ def score_served(
         for _ in range(3):
             started = time.perf_counter()
             if kind == "binary":
-                how: Any = {"corpus_precision": "ubinary", "rescore_multiplier": min(rescore, len(names) // k)}
+                how: Any = {
+                    "corpus_precision": "ubinary",
+                    "rescore_multiplier": min(rescore, len(names) // k),
+                }
                 lines, *_ = semantic_search_faiss(asked, codes.values, top_k=k, **how)
                 found: Any = [[(hit["corpus_id"], hit["score"]) for hit in line] for line in lines]
             else:
                 scores, places = search(build_index(codes, metric="dot"), asked, k)
-                found = [zip(*line, strict=True) for line in zip(places.tolist(), scores.tolist(), strict=True)]
+                found = [
+                    zip(*line, strict=True)
+                    for line in zip(places.tolist(), scores.tolist(), strict=True)
+                ]
             fastest = min(fastest, time.perf_counter() - started)
-        run = {q: {names[row]: hit for row, hit in hits} for q, hits in zip(dataset.queries, found, strict=True)}
+        run = {
+            q: {names[row]: hit for row, hit in hits}
+            for q, hits in zip(dataset.queries, found, strict=True)
+        }
         means, per_query = score_run(dataset.qrels, run, [cut])
         values = [one[metric] for one in per_query.values()]
         first = first or values
-        row = {"dimensions": size, "type": kind, metric: means[metric], **paired_bootstrap(values, first)}
-        row |= {"bytes_per_document": codes.values.nbytes // len(codes), "queries_per_second": len(run) / fastest}
+        row = {
+            "dimensions": size,
+            "type": kind,
+            metric: means[metric],
+            **paired_bootstrap(values, first),
+        }
+        row |= {
+            "bytes_per_document": codes.values.nbytes // len(codes),
+            "queries_per_second": len(run) / fastest,
+        }
         rows.append(row)
     return rows
 
@@ -261,7 +292,9 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
     found: dict[str, str] = {}  # {label: folder or public name}
     for item in given:
         folder = os.path.expanduser(item)
-        parts = {f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS}
+        parts = {
+            f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
+        }
         sets = {set_name(folder): item}  # "." has a name too
         if all(map(is_beir_folder, parts.values())):
             sets = parts
@@ -278,4 +311,7 @@ def place(found: Mapping[str, str], output: Path) -> list[EvaluationSet]:
     if len(found) == 1:
         return [EvaluationSet(item, label, output) for label, item in found.items()]
     names = {label: f".{label.replace('/', '-')}.json" for label in found}
-    return [EvaluationSet(item, label, output.with_suffix(names[label])) for label, item in found.items()]
+    return [
+        EvaluationSet(item, label, output.with_suffix(names[label]))
+        for label, item in found.items()
+    ]

@@ -12,7 +12,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from sentence_transformers.sentence_transformer.evaluation import NanoBEIREvaluator, SentenceEvaluator
+from sentence_transformers.sentence_transformer.evaluation import (
+    NanoBEIREvaluator,
+    SentenceEvaluator,
+)
 from sentence_transformers.util import cos_sim, dot_score
 
 from contaccum.data import BeirDataset
@@ -66,7 +69,9 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.metrics = tuple(dict.fromkeys(map(check_metric, metrics)))
         self.batch_size = batch_size
         self.similarity = similarity
-        self.primary_metric: Any = primary_metric or self.metrics[0]  # the base class says that it is None
+        self.primary_metric: Any = (
+            primary_metric or self.metrics[0]
+        )  # the base class says that it is None
         self.about = about or {}
         # Documents that stand still while a query tower is trained; None where they move.
         self.documents: StoreDocuments | None = None
@@ -96,9 +101,14 @@ class RetrievalEvaluator(SentenceEvaluator):
 
         encode_documents = None if self.documents is None else self._encode_standing_documents
         searcher = FaissSearcher(
-            model, self.batch_size, show_progress_bar=show_progress, encode_documents=encode_documents
+            model,
+            self.batch_size,
+            show_progress_bar=show_progress,
+            encode_documents=encode_documents,
         )
-        return searcher.search(self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity)
+        return searcher.search(
+            self.dataset.corpus, self.dataset.queries, self._cuts[-1], self.similarity
+        )
 
     def search_bm25(self) -> Run:
         """Return the documents that BM25 finds."""
@@ -151,9 +161,17 @@ class NanoBEIR(NanoBEIREvaluator):
 
     metrics = DEFAULT_METRICS
 
-    def __init__(self, names: Sequence[str], batch_size: int = 32, similarity: str | None = None) -> None:
-        functions: Any = {None: None, "cos": {"cosine": cos_sim}, "dot": {"dot": dot_score}}[similarity]
-        how: Any = {"accuracy_at_k": [1, 20], "precision_recall_at_k": [20, 100], "score_functions": functions}
+    def __init__(
+        self, names: Sequence[str], batch_size: int = 32, similarity: str | None = None
+    ) -> None:
+        functions: Any = {None: None, "cos": {"cosine": cos_sim}, "dot": {"dot": dot_score}}[
+            similarity
+        ]
+        how: Any = {
+            "accuracy_at_k": [1, 20],
+            "precision_recall_at_k": [20, 100],
+            "score_functions": functions,
+        }
         try:
             super().__init__(list(names) or None, batch_size=batch_size, write_csv=False, **how)
         except ValueError as error:
@@ -162,7 +180,11 @@ class NanoBEIR(NanoBEIREvaluator):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         scores = super().__call__(*args, **kwargs)
-        means = {key.rpartition("_")[2]: score for key, score in scores.items() if key.startswith(f"{self.name}_")}
+        means = {
+            key.rpartition("_")[2]: score
+            for key, score in scores.items()
+            if key.startswith(f"{self.name}_")
+        }
         self.primary_metric = self.metrics[0]  # which the library has given a prefix
         return scores | {name: means[name] for name in self.metrics}
 
@@ -170,7 +192,9 @@ class NanoBEIR(NanoBEIREvaluator):
         return {"name": "nanobeir", **self.get_config_dict()}
 
 
-def sample(dataset: BeirDataset, queries: int | None = None, corpus: int | None = None) -> BeirDataset:
+def sample(
+    dataset: BeirDataset, queries: int | None = None, corpus: int | None = None
+) -> BeirDataset:
     """The same part of a data set every time, for figures that compare with those of the same part alone.
 
     Args:
@@ -178,19 +202,28 @@ def sample(dataset: BeirDataset, queries: int | None = None, corpus: int | None 
         corpus: documents to keep, likewise; every relevant document of a kept query is among them, even where these are
             more. Judgements of documents that are left out go as well. None: all.
     """
-    if (queries is None or queries >= len(dataset.queries)) and (corpus is None or corpus >= len(dataset.corpus)):
+    if (queries is None or queries >= len(dataset.queries)) and (
+        corpus is None or corpus >= len(dataset.corpus)
+    ):
         return dataset
     asked = set(sorted(dataset.queries, key=_hash)[:queries])
     qrels = {query: judged for query, judged in dataset.qrels.items() if query in asked}
-    kept = {document for judged in qrels.values() for document, grade in judged.items() if grade > 0}
+    kept = {
+        document for judged in qrels.values() for document, grade in judged.items() if grade > 0
+    }
     others = sorted(dataset.corpus.keys() - kept, key=_hash)
     kept.update(others if corpus is None else others[: max(0, corpus - len(kept))])
     return replace(
         dataset,
         queries={query: text for query, text in dataset.queries.items() if query in asked},
-        qrels={query: {d: grade for d, grade in judged.items() if d in kept} for query, judged in qrels.items()},
+        qrels={
+            query: {d: grade for d, grade in judged.items() if d in kept}
+            for query, judged in qrels.items()
+        },
         corpus={document: text for document, text in dataset.corpus.items() if document in kept},
-        fingerprint=hashlib.sha256(f"{dataset.fingerprint} queries={queries} corpus={corpus}".encode()).hexdigest(),
+        fingerprint=hashlib.sha256(
+            f"{dataset.fingerprint} queries={queries} corpus={corpus}".encode()
+        ).hexdigest(),
     )
 
 

@@ -22,11 +22,25 @@ logger = logging.getLogger(__name__)
 DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
 """What tables show unless they are asked for others."""
-DEFAULT_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@20", "recall@100", "accuracy@1", "accuracy@20")
+DEFAULT_METRICS = (
+    "ndcg@10",
+    "mrr@10",
+    "map@100",
+    "recall@20",
+    "recall@100",
+    "accuracy@1",
+    "accuracy@20",
+)
 """What is computed while training, under the names that logs have."""
 
 # Name as BEIR prints it -> pytrec_eval's measure, which it takes as `ndcg_cut.10` and gives as `ndcg_cut_10`.
-_TREC_MEASURES = {"NDCG": "ndcg_cut", "MAP": "map_cut", "Recall": "recall", "P": "P", "Accuracy": "success"}
+_TREC_MEASURES = {
+    "NDCG": "ndcg_cut",
+    "MAP": "map_cut",
+    "Recall": "recall",
+    "P": "P",
+    "Accuracy": "success",
+}
 _KINDS = (*_TREC_MEASURES, "MRR")
 _METRIC = re.compile(rf"(?:eval_)?((?:{'|'.join(_KINDS).lower()})@[1-9][0-9]*)")
 
@@ -51,10 +65,18 @@ def score_run(
     import pytrec_eval
 
     k_values = check_k_values(k_values)
-    judged = {qid: {docid: int(grade) for docid, grade in grades.items()} for qid, grades in qrels.items() if grades}
+    judged = {
+        qid: {docid: int(grade) for docid, grade in grades.items()}
+        for qid, grades in qrels.items()
+        if grades
+    }
     if not judged:
-        raise DataError("the relevance judgements (qrels) are empty: there is nothing to score a run against")
-    scored = {qid: {docid: float(score) for docid, score in run.get(qid, {}).items()} for qid in judged}
+        raise DataError(
+            "the relevance judgements (qrels) are empty: there is nothing to score a run against"
+        )
+    scored = {
+        qid: {docid: float(score) for docid, score in run.get(qid, {}).items()} for qid in judged
+    }
     for qid in judged if ignore_identical_ids else ():
         scored[qid].pop(qid, None)
     cuts = ",".join(map(str, k_values))
@@ -62,11 +84,17 @@ def score_run(
     trec = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(scored)
     per_query = {}
     for qid in judged:
-        scores = {f"{kind}@{k}": trec[qid][f"{name}_{k}"] for kind, name in _TREC_MEASURES.items() for k in k_values}
+        scores = {
+            f"{kind}@{k}": trec[qid][f"{name}_{k}"]
+            for kind, name in _TREC_MEASURES.items()
+            for k in k_values
+        }
         scores |= {f"MRR@{k}": trec[qid]["recip_rank"] * scores[f"Accuracy@{k}"] for k in k_values}
         per_query[qid] = scores
     names = metric_names(k_values)
-    return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}, per_query
+    return {
+        name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names
+    }, per_query
 
 
 def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -98,7 +126,9 @@ def trec_order(hits: Mapping[str, float]) -> list[tuple[str, float]]:
     """Documents in the order in which trec_eval ranks them: score in float32 descending, ties by id descending."""
     # trec_eval holds scores in float32, so that what differs by less is a tie to it.
     rounded = np.fromiter(hits.values(), dtype=np.float32, count=len(hits)).tolist()
-    return [(docid, hits[docid]) for _, docid in sorted(zip(rounded, hits, strict=True), reverse=True)]
+    return [
+        (docid, hits[docid]) for _, docid in sorted(zip(rounded, hits, strict=True), reverse=True)
+    ]
 
 
 def metric_names(k_values: Sequence[int]) -> list[str]:
@@ -118,7 +148,9 @@ def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple
     for name in names:
         if check_metric(name) not in known:
             cuts = ", ".join(map(str, k_values))
-            raise ConfigError(f"{name} is not computed with k_values {cuts}: --k_values sets other cut-offs")
+            raise ConfigError(
+                f"{name} is not computed with k_values {cuts}: --k_values sets other cut-offs"
+            )
     return tuple(dict.fromkeys(known[check_metric(name)] for name in names))
 
 
@@ -131,19 +163,26 @@ def check_metric(name: str) -> str:
     found = _METRIC.fullmatch(name.lower())
     if found is None:
         kinds, hint = ", ".join(_KINDS).lower(), closest(name.lower(), DEFAULT_METRICS)
-        raise ConfigError(f"there is no metric {name!r}: write a kind ({kinds}), @ and a number, such as ndcg@10{hint}")
+        raise ConfigError(
+            f"there is no metric {name!r}: write a kind ({kinds}), @ and a number, such as ndcg@10{hint}"
+        )
     return found[1]
 
 
 def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
     """The cut-offs, ascending and once each; raises `ConfigError` for none, or one below 1."""
     if not k_values or min(k_values) < 1:
-        raise ConfigError(f"k_values must be whole numbers of at least 1, such as 10 100, not {list(k_values)}")
+        raise ConfigError(
+            f"k_values must be whole numbers of at least 1, such as 10 100, not {list(k_values)}"
+        )
     return tuple(sorted(set(k_values)))
 
 
 def paired_bootstrap(
-    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, resamples: int = 10_000, seed: int = 0
+    a: Sequence[float] | np.ndarray,
+    b: Sequence[float] | np.ndarray,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, (n,) each, in the same order.
 
@@ -160,11 +199,15 @@ def paired_bootstrap(
     """
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1 or not x.size or not np.isfinite(x - y).all():
-        raise DataError(f"paired scores are numbers, one a query, of the same queries; got {x.shape} and {y.shape}")
+        raise DataError(
+            f"paired scores are numbers, one a query, of the same queries; got {x.shape} and {y.shape}"
+        )
     differences = x - y
     n, observed = len(differences), float(differences.mean())
     generator = np.random.default_rng(seed)
-    means = np.array([differences[generator.integers(0, n, size=n)].mean() for _ in range(resamples)])
+    means = np.array(
+        [differences[generator.integers(0, n, size=n)].mean() for _ in range(resamples)]
+    )
     # Sums in another order differ in the last bits: that must not turn a tie into a miss.
     slack = 1e-12 * max(1.0, float(np.abs(differences).max()))
     as_far = int((np.abs(means - observed) >= abs(observed) - slack).sum())

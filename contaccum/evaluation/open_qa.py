@@ -57,19 +57,34 @@ def score_open_qa(
             raise DataError(f"{name!r:.60} is no question ({called})")
         for passage in hits:
             if passage not in passages:
-                raise DataError(f"passage {passage!r:.60} of {name} is not in the corpus (give the one searched)")
+                raise DataError(
+                    f"passage {passage!r:.60} of {name} is not in the corpus (give the one searched)"
+                )
     per_query: dict[str, dict[str, float]] = {}
-    for name, answers in tqdm(questions.answers.items(), unit=" questions", desc="Matching", disable=not show_progress):
+    for name, answers in tqdm(
+        questions.answers.items(), unit=" questions", desc="Matching", disable=not show_progress
+    ):
         found = answer_finder(answers, match)
         best = enumerate(trec_order(run.get(name, {}))[: max(k_values)], start=1)
-        rank = next((place for place, (passage, _) in best if found(passages[passage].text)), float("inf"))
+        rank = next(
+            (place for place, (passage, _) in best if found(passages[passage].text)), float("inf")
+        )
         per_query[name] = {f"Accuracy@{k}": float(rank <= k) for k in k_values}
-    means = {f"Accuracy@{k}": fmean(scores[f"Accuracy@{k}"] for scores in per_query.values()) for k in k_values}
-    data = {"questions": len(questions.texts), "questions_fingerprint": questions.fingerprint, "match": match}
+    means = {
+        f"Accuracy@{k}": fmean(scores[f"Accuracy@{k}"] for scores in per_query.values())
+        for k in k_values
+    }
+    data = {
+        "questions": len(questions.texts),
+        "questions_fingerprint": questions.fingerprint,
+        "match": match,
+    }
     return EvaluationResult(means, per_query, run, data, **about)
 
 
-def load_passages(path: Path, report: RecordReport, wanted: set[str] | None = None) -> dict[str, Passage]:
+def load_passages(
+    path: Path, report: RecordReport, wanted: set[str] | None = None
+) -> dict[str, Passage]:
     """{id: passage}, of those ``wanted`` alone where it is given.
 
     Raises:
@@ -78,10 +93,14 @@ def load_passages(path: Path, report: RecordReport, wanted: set[str] | None = No
     found: dict[str, Passage] = {}
     for passage in read_passages(path, report):
         if passage.id in found:
-            raise DataError(f"{path}: id {passage.id!r:.60} occurs again (keep one passage for each id)")
+            raise DataError(
+                f"{path}: id {passage.id!r:.60} occurs again (keep one passage for each id)"
+            )
         if wanted is None or passage.id in wanted:
             found[passage.id] = passage
-    report.refuse_if_nothing_left(path, len(found), "passages" if wanted is None else "passages of the run")
+    report.refuse_if_nothing_left(
+        path, len(found), "passages" if wanted is None else "passages of the run"
+    )
     return found
 
 
@@ -98,8 +117,12 @@ def answer_finder(answers: Sequence[str], match: Match = "string") -> Callable[[
     patterns = []
     for answer in answers:
         with suppress(re.error, OverflowError, RecursionError):
-            patterns.append(re.compile(unicodedata.normalize("NFD", answer), re.IGNORECASE | re.MULTILINE))
-    return lambda text: any(pattern.search(unicodedata.normalize("NFD", text)) for pattern in patterns)
+            patterns.append(
+                re.compile(unicodedata.normalize("NFD", answer), re.IGNORECASE | re.MULTILINE)
+            )
+    return lambda text: any(
+        pattern.search(unicodedata.normalize("NFD", text)) for pattern in patterns
+    )
 
 
 # DrQA's simple tokenizer: words, and other visible characters one by one.

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from contaccum.data.records import Fault, RecordReport, cells_of, number_of, quoted, read_lines, take
+from contaccum.data.records import (
+    Fault,
+    RecordReport,
+    cells_of,
+    number_of,
+    quoted,
+    read_lines,
+    take,
+)
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import trec_order
 from contaccum.files import provenance, read_json, redact, write_text
@@ -58,7 +66,9 @@ class EvaluationResult:
 
     def record(self) -> dict[str, Any]:
         """What the JSON file holds: every attribute but the run, and what wrote it."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "run"} | provenance()
+        return {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name != "run"
+        } | provenance()
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -68,10 +78,16 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
-    tag = re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name) or "contaccum"
+    tag = (
+        re.sub(r"\s+", "_", Path(redact(str(result.model.get("name") or "contaccum"))).name)
+        or "contaccum"
+    )
     write_text(run_path, trec_lines(result.run.items(), tag))
     # Scores by query are as large as the data and hold nothing but ids: they are not searched for credentials.
-    record = {key: value if key == "per_query" else redact(value) for key, value in result.record().items()}
+    record = {
+        key: value if key == "per_query" else redact(value)
+        for key, value in result.record().items()
+    }
     write_text(path, [json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False), "\n"])
     return path, run_path
 
@@ -84,7 +100,9 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     record = read_json(path)
     if not all(isinstance(record.get(key), dict) for key in ("metrics", "per_query", "data")):
-        raise DataError(f"{path}: not a results file, which has metrics, per_query and data; evaluate again")
+        raise DataError(
+            f"{path}: not a results file, which has metrics, per_query and data; evaluate again"
+        )
     return record
 
 
@@ -98,23 +116,44 @@ def result_files(path: Path) -> list[Path]:
     if "sets" not in content:
         return [path]
     parts = [part for row in content["sets"] for part in row.get("parts", [row])]
-    return [path.parent / Path(part["file"]).name for part in parts]  # the name alone: only what lies beside it
+    return [
+        path.parent / Path(part["file"]).name for part in parts
+    ]  # the name alone: only what lies beside it
 
 
-def update_card(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], section: str) -> None:
+def update_card(
+    path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], section: str
+) -> None:
     """Put the metrics ``names`` of a table's rows into a model card's metadata, in place of those of the same data and
     metrics, and a section about them at its end, in place of the one of before."""
     from huggingface_hub import EvalResult, ModelCard
 
     card, found = ModelCard.load(path), []
     for row, name in ((row, name) for row in rows for name in names):
-        about = {"dataset_type": row["name"], "dataset_name": row["name"], "dataset_split": row["split"]}
+        about = {
+            "dataset_type": row["name"],
+            "dataset_name": row["name"],
+            "dataset_split": row["split"],
+        }
         about |= {"task_type": "information-retrieval", "task_name": "Information Retrieval"}
-        metric = {"metric_type": name.lower(), "metric_name": name, "metric_value": row["metrics"][name]}
+        metric = {
+            "metric_type": name.lower(),
+            "metric_name": name,
+            "metric_value": row["metrics"][name],
+        }
         found.append(EvalResult(**about, **metric))
-    old = [one for one in card.data.eval_results or [] if not any(map(one.is_equal_except_value, found))]
-    card.data.eval_results, card.data.model_name = old + found, card.data.model_name or path.resolve().parent.name
-    rest = re.sub(r"\n*<!-- contaccum evaluate -->.*?<!-- until here -->\n", "\n", card.text, flags=re.DOTALL)
+    old = [
+        one
+        for one in card.data.eval_results or []
+        if not any(map(one.is_equal_except_value, found))
+    ]
+    card.data.eval_results, card.data.model_name = (
+        old + found,
+        card.data.model_name or path.resolve().parent.name,
+    )
+    rest = re.sub(
+        r"\n*<!-- contaccum evaluate -->.*?<!-- until here -->\n", "\n", card.text, flags=re.DOTALL
+    )
     card.text = f"{rest.rstrip()}\n\n<!-- contaccum evaluate -->\n{section}\n<!-- until here -->\n"
     write_text(path, redact(str(card)))
 
@@ -122,7 +161,9 @@ def update_card(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[s
 def agrees(record: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
     """Whether a record says all that a plan says, in nested dicts too; it may say more."""
     return all(
-        agrees(record.get(key) or {}, value) if isinstance(value, dict) else record.get(key) == value
+        agrees(record.get(key) or {}, value)
+        if isinstance(value, dict)
+        else record.get(key) == value
         for key, value in plan.items()
     )
 
@@ -161,7 +202,9 @@ def _decode_id(cell: str) -> str:
     return cell
 
 
-def read_trec_run(path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop") -> Run:
+def read_trec_run(
+    path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop"
+) -> Run:
     """Read a run of any system, plain or gzip.
 
     Ids that `trec_lines` has encoded are decoded; all others stay as they are.

@@ -42,18 +42,29 @@ def table_rows(sets: Sequence[EvaluationSet], records: Sequence[Mapping[str, Any
     rows: list[Row] = []
     for one, record in zip(sets, records, strict=True):
         about = {key: record["data"][key] for key in ("split", "queries", "documents")}
-        rows.append({"name": one.label, **about, "file": one.output.name, "metrics": record["metrics"]})
+        rows.append(
+            {"name": one.label, **about, "file": one.output.name, "metrics": record["metrics"]}
+        )
     parts = [row for row in rows if row["name"].startswith("cqadupstack/")]
     if not parts:
         return rows
     sums = {key: sum(part[key] for part in parts) for key in ("queries", "documents")}
-    mean = {"name": "cqadupstack", "split": parts[0]["split"], **sums, "metrics": mean_metrics(parts), "parts": parts}
+    mean = {
+        "name": "cqadupstack",
+        "split": parts[0]["split"],
+        **sums,
+        "metrics": mean_metrics(parts),
+        "parts": parts,
+    }
     return [*(row for row in rows if row not in parts), mean]
 
 
 def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """The metrics ``names`` of all rows and their mean."""
-    cells = [[row["name"], row["split"], row["queries"], *(row["metrics"][n] for n in names)] for row in rows]
+    cells = [
+        [row["name"], row["split"], row["queries"], *(row["metrics"][n] for n in names)]
+        for row in rows
+    ]
     if len(rows) > 1:
         cells.append(["mean", "", "", *(mean_metrics(rows)[name] for name in names)])
     return markdown_table(["data", "split", "queries", *names], cells)
@@ -61,12 +72,29 @@ def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 def served_table(label: str, served: Mapping[str, Any]) -> str:
     """What the terminal and the page show of a record's ``served``; the first row is what the others differ from."""
-    header = ["dimensions", "type", served["metric"], "difference", "95% interval", "bytes a document", "queries/s"]
+    header = [
+        "dimensions",
+        "type",
+        served["metric"],
+        "difference",
+        "95% interval",
+        "bytes a document",
+        "queries/s",
+    ]
     cells: list[list[Any]] = []
     for row in served["rows"]:
         speed = f"{row['queries_per_second']:,.0f}"
         change = [f"{row['difference']:+.4f}", _interval(row)] if cells else [None, None]
-        cells.append([row["dimensions"], row["type"], row[served["metric"]], *change, row["bytes_per_document"], speed])
+        cells.append(
+            [
+                row["dimensions"],
+                row["type"],
+                row[served["metric"]],
+                *change,
+                row["bytes_per_document"],
+                speed,
+            ]
+        )
     return f"## {label}: as served (binary rescored {served['rescore']}x)\n\n{markdown_table(header, cells)}"
 
 
@@ -101,12 +129,16 @@ def read_previous(path: Path, labels: Mapping[str, str], metric: str) -> dict[st
     return found
 
 
-def compare(path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping[str, Scores]) -> dict[str, Any]:
+def compare(
+    path: Path, metric: str, ours: Mapping[str, Scores], theirs: Mapping[str, Scores]
+) -> dict[str, Any]:
     """Each set of the earlier result ``theirs`` that lies at a path, by `compare_queries`.
 
     Holm's correction is over the sets. Positive differences are in favour of ``ours``, {label: scores}.
     """
-    rows = [{"data": label, **compare_queries(ours[label], scores)} for label, scores in theirs.items()]
+    rows = [
+        {"data": label, **compare_queries(ours[label], scores)} for label, scores in theirs.items()
+    ]
     add_holm(rows)
     return {"earlier": str(path), "metric": metric, "resamples": 10_000, "seed": 0, "rows": rows}
 
@@ -120,7 +152,12 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, A
     a, b = list(ours.values()), [theirs[query] for query in ours]
     # Rounded, so that what differs in the last bits is a tie, and equal changes are in the order of their queries.
     changes: list[dict[str, Any]] = [
-        {"query": query, "difference": round(score - theirs[query], 9), "ours": score, "earlier": theirs[query]}
+        {
+            "query": query,
+            "difference": round(score - theirs[query], 9),
+            "ours": score,
+            "earlier": theirs[query],
+        }
         for query, score in ours.items()
     ]
     changes.sort(key=lambda change: (-abs(change["difference"]), change["query"]))
@@ -141,17 +178,40 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, A
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:
     """What the terminal and the page show of `compare`."""
-    header = ["data", "ours", "earlier", "difference", "95% interval", "p", "p (Holm)", "wins", "ties", "losses"]
+    header = [
+        "data",
+        "ours",
+        "earlier",
+        "difference",
+        "95% interval",
+        "p",
+        "p (Holm)",
+        "wins",
+        "ties",
+        "losses",
+    ]
     cells, notes = [], []
     for row in comparison["rows"]:
         p = ["<0.001" if row[key] < 0.001 else f"{row[key]:.3f}" for key in ("p_value", "p_holm")]
         counts = [row[key] for key in header[-3:]]
         cells.append(
-            [row["data"], row["ours"], row["earlier"], f"{row['difference']:+.4f}", _interval(row), *p, *counts]
+            [
+                row["data"],
+                row["ours"],
+                row["earlier"],
+                f"{row['difference']:+.4f}",
+                _interval(row),
+                *p,
+                *counts,
+            ]
         )
         for key in ("greatest_gains", "greatest_losses"):
-            changes = ", ".join(f"{change['query']} {change['difference']:+.4f}" for change in row[key])
+            changes = ", ".join(
+                f"{change['query']} {change['difference']:+.4f}" for change in row[key]
+            )
             notes += [f"- {row['data']}, {key.replace('_', ' ')}: {changes}"] if changes else []
-    notes.append("- paired bootstrap over queries, 10,000 resamples, two-sided; Holm's correction over the rows")
+    notes.append(
+        "- paired bootstrap over queries, 10,000 resamples, two-sided; Holm's correction over the rows"
+    )
     title = f"## {comparison['metric']} against {comparison['earlier']}"
     return "\n".join([title, "", markdown_table(header, cells), "", *notes])

@@ -58,7 +58,9 @@ def require_time(budget: Budget, split: Split, seconds_of_one: float) -> None:
         )
 
 
-def encode_corpus(encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int) -> None:
+def encode_corpus(
+    encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
+) -> None:
     """Encode a corpus into a store; a store that is whole stays as it is."""
     corpus_encoder = CorpusEncoder(
         encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD

@@ -59,10 +59,18 @@ def write_config(folder: FitFolder, tuned: Tuned, seconds_left: float) -> int | 
         options["max_steps"] = [str(updates)]
     lines = as_yaml(options)
     every = math.ceil(updates / _EVALUATIONS)
-    lines |= {"eval_strategy": "steps", "eval_steps": every, "save_strategy": "steps", "save_steps": every}
+    lines |= {
+        "eval_strategy": "steps",
+        "eval_steps": every,
+        "save_strategy": "steps",
+        "save_steps": every,
+    }
     lines |= {"load_best_model_at_end": True, "save_total_limit": 1}
     content = yaml.safe_dump(lines, sort_keys=False, allow_unicode=True)
-    write_text(folder.config, f"# Chosen by contaccum fit on dev data; see {folder.report.name}.\n{content}")
+    write_text(
+        folder.config,
+        f"# Chosen by contaccum fit on dev data; see {folder.report.name}.\n{content}",
+    )
     return cut_to
 
 
@@ -73,7 +81,9 @@ def _possible_updates(tuned: Tuned, seconds_left: float) -> int:
     return max(_EVALUATIONS, int(seconds_left / seconds_per_update))
 
 
-def train_final(config_file: Path, model_folder: Path, overrides: Mapping[str, str] | None = None) -> None:
+def train_final(
+    config_file: Path, model_folder: Path, overrides: Mapping[str, str] | None = None
+) -> None:
     """Train by a config into a folder; go on with a training that was killed, and leave a finished one.
 
     Args:
@@ -107,7 +117,10 @@ class Tested(NamedTuple):
 
 
 def search_test(
-    evaluator: RetrievalEvaluator, base: DualEncoder, trained: DualEncoder, documents_stand_still: bool
+    evaluator: RetrievalEvaluator,
+    base: DualEncoder,
+    trained: DualEncoder,
+    documents_stand_still: bool,
 ) -> dict[str, Tested]:
     """Search the test set by BM25, by the model as it is and by the trained one.
 
@@ -136,7 +149,9 @@ def shown_means(means: Mapping[str, float]) -> dict[str, float]:
 
 def best_on_dev(model_folder: Path) -> float:
     """Return the score on dev of the checkpoint that was kept."""
-    scores = [record[_DEV_METRIC] for record in read_log(model_folder / EVAL_LOG) if _DEV_METRIC in record]
+    scores = [
+        record[_DEV_METRIC] for record in read_log(model_folder / EVAL_LOG) if _DEV_METRIC in record
+    ]
     return max(scores)
 
 

@@ -75,13 +75,17 @@ class Fold:
         with args.main_process_first(local=False, desc="holding out another split"):
             if args.process_index == 0:
                 self._source.hold_out(data, self._number)
-                encode_corpus(base, "base", data / CORPUS_FILE, store, args.per_device_eval_batch_size)
+                encode_corpus(
+                    base, "base", data / CORPUS_FILE, store, args.per_device_eval_batch_size
+                )
         overrides = {"train_data": str(data / TRAIN_FILE), "eval_data": str(data / "dev")}
         if self._is_query_side:
             overrides["passage_store"] = str(store)
         if self._has_mined_negatives():
             with args.main_process_first(local=False, desc="mining hard negatives"):
-                mined = mine_once([overrides["train_data"]], str(data / CORPUS_FILE), self._folder / MINED_FILE)
+                mined = mine_once(
+                    [overrides["train_data"]], str(data / CORPUS_FILE), self._folder / MINED_FILE
+                )
             if mined is None:
                 overrides["num_hard_negatives"] = "0"
             else:

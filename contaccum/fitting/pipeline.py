@@ -179,7 +179,9 @@ class Fit:
         self._say_split(split, num_folds)
 
         options = base_options(self._folder, self._model, self._given)
-        model_args, _, args = config.parse(as_tokens(options_of_method(options, "grad_accum", None)))
+        model_args, _, args = config.parse(
+            as_tokens(options_of_method(options, "grad_accum", None))
+        )
         base = load_encoder(model_args, args)
         with self._one_first("scoring what there is"):
             baselines, test_seconds = self._score_before_training(base, split)
@@ -187,7 +189,9 @@ class Fit:
 
         # The other splits of few data are trained on and tested as well.
         reserve = num_folds * test_seconds
-        tuned = self._search(options, TimeForTrials(self._budget, reserve, num_folds * _FINAL_RUNS), baselines)
+        tuned = self._search(
+            options, TimeForTrials(self._budget, reserve, num_folds * _FINAL_RUNS), baselines
+        )
         self._train(tuned, (self._budget.left() - reserve) / num_folds)
         others = self._score_other_folds(base, tuned, num_folds, test_seconds)
         with self._one_first("the test"):
@@ -197,7 +201,9 @@ class Fit:
 
     def _begin(self) -> None:
         """Take the folder, and hold out dev and test."""
-        self._folder.begin({"model": self._model, "settings": dict(self._given), **self._source.record()})
+        self._folder.begin(
+            {"model": self._model, "settings": dict(self._given), **self._source.record()}
+        )
         left_out = self._source.hold_out(self._folder.data)
         if left_out is not None:
             self._say(left_out)
@@ -205,7 +211,9 @@ class Fit:
     def _say_split(self, split: Split, num_folds: int) -> None:
         self._say(split.summary())
         if num_folds > 1:
-            self._say(f"{split.test} test queries are few: the verdict is over {num_folds} splits, each trained on")
+            self._say(
+                f"{split.test} test queries are few: the verdict is over {num_folds} splits, each trained on"
+            )
             return
         for warning in split.warnings():
             self._say(f"note: {warning}")
@@ -217,12 +225,20 @@ class Fit:
             seconds_of_one = seconds_per_document(base, self._folder, batch_size)
             if self._is_first and not self._folder.baselines.is_file():
                 require_time(self._budget, split, seconds_of_one)
-                encode_corpus(base, self._name, self._folder.data / CORPUS_FILE, self._folder.store, batch_size)
+                encode_corpus(
+                    base,
+                    self._name,
+                    self._folder.data / CORPUS_FILE,
+                    self._folder.store,
+                    batch_size,
+                )
             baselines = score_on_dev(base, self._folder, batch_size)
         test_seconds = _SLACK * seconds_of_one * split.documents["test"] + _SECONDS_TO_END
         return baselines, test_seconds
 
-    def _search(self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines) -> Tuned:
+    def _search(
+        self, options: Options, time_for_trials: TimeForTrials, baselines: Baselines
+    ) -> Tuned:
         """Search settings on dev; what an earlier start has chosen and trained by stays chosen."""
         if self._folder.config.is_file():
             return read_tuned(self._folder.tuning)
@@ -267,19 +283,32 @@ class Fit:
         return others
 
     def _test(
-        self, base: DualEncoder, split: Split, baselines: Baselines, tuned: Tuned, others: list[FoldScores]
+        self,
+        base: DualEncoder,
+        split: Split,
+        baselines: Baselines,
+        tuned: Tuned,
+        others: list[FoldScores],
     ) -> None:
         """Read the test set, judge, and write card, record and report."""
         with self._measured("test"):
             batch_size = self._args.per_device_eval_batch_size
             evaluator = evaluator_of(self._folder.data / "test", self._folder.store, batch_size)
-            trained = DualEncoder.from_pretrained(str(self._folder.model), device=str(self._args.device))
-            tested = search_test(evaluator, base, trained, tuned.choice.settings["method"] == "query_side")
+            trained = DualEncoder.from_pretrained(
+                str(self._folder.model), device=str(self._args.device)
+            )
+            tested = search_test(
+                evaluator, base, trained, tuned.choice.settings["method"] == "query_side"
+            )
         scores = pool_scores(tested, others)
         verdict = judge(scores["trained"], scores["base"], scores["bm25"], folds=1 + len(others))
         warnings = warnings_of(verdict, tuned.choice)
         open_card_with(self._folder.model, verdict, self._name)
-        dev_scores = {"bm25": baselines.bm25, "base": baselines.base, "trained": best_on_dev(self._folder.model)}
+        dev_scores = {
+            "bm25": baselines.bm25,
+            "base": baselines.base,
+            "trained": best_on_dev(self._folder.model),
+        }
         names = {"bm25": "BM25", "base": f"{self._name} (as it is)", "trained": "trained"}
         table = []
         for key, name in names.items():
@@ -312,7 +341,9 @@ class Fit:
             self._say(f"take care: {warning}")
         self._say(str(result.verdict))
         folder = self._folder
-        self._say(f"model: {folder.model}   report: {folder.report}   again: contaccum train {folder.config}")
+        self._say(
+            f"model: {folder.model}   report: {folder.report}   again: contaccum train {folder.config}"
+        )
         return result
 
     @property
@@ -321,7 +352,9 @@ class Fit:
 
     def _one_first(self, what: str) -> AbstractContextManager[None]:
         """Let the first process of each host go ahead, and the others wait for it."""
-        context: AbstractContextManager[None] = self._args.main_process_first(local=False, desc=what)
+        context: AbstractContextManager[None] = self._args.main_process_first(
+            local=False, desc=what
+        )
         return context
 
     @contextmanager

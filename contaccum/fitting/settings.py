@@ -41,7 +41,9 @@ def check_settings(data: Path, model: str, given: Options) -> ContAccumTrainingA
     for key in sorted(SET_BY_FIT & given.keys()):
         raise ConfigError(f"{key} is set by contaccum fit itself: drop it")
     if redact(dict(given)) != dict(given):
-        raise ConfigError("a credential among the settings, which are written down: put it into the environment")
+        raise ConfigError(
+            "a credential among the settings, which are written down: put it into the environment"
+        )
     options = {"model": [model], "train_data": [str(data)], "output_dir": ["unused"], **given}
     method = given.get("method", ["grad_accum"])[0]
     checked = options_of_method(options, method, Path("unused"))

@@ -89,11 +89,15 @@ class DataSource:
         """Copy a split; raises `DataError` where it is not whole, `ConfigError` for sizes and a corpus."""
         for name in ("corpus", "dev", "test", "data_format", "columns"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{name} is set, but {self.path} is a split already: drop it, or give the pairs")
+                raise ConfigError(
+                    f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
+                )
         parts = (TRAIN_FILE, CORPUS_FILE, "dev", "test", RECORD_FILE)
         for name in parts:
             if not (self.path / name).exists():
-                raise DataError(f"{self.path}: lacks {name}; split the data again with contaccum split")
+                raise DataError(
+                    f"{self.path}: lacks {name}; split the data again with contaccum split"
+                )
         read_split(self.path)
         with atomic_folder(folder) as new_folder:
             for name in parts:

@@ -85,7 +85,9 @@ def judge(
         trained, base, bm25: {query id: score}, of the same queries.
     """
     queries = list(base)
-    found = paired_bootstrap([trained[query] for query in queries], [base[query] for query in queries])
+    found = paired_bootstrap(
+        [trained[query] for query in queries], [base[query] for query in queries]
+    )
     word = LEVEL
     if found["low"] > 0.0:
         word = BETTER
@@ -116,5 +118,7 @@ def warnings_of(verdict: Verdict, choice: Choice) -> list[str]:
     if dev["low"] <= 0.0 and verdict.word == BETTER:
         warnings.append(f"test says more than dev: {on_dev}, and {verdict.difference:+.3f} on test")
     if verdict.bm25 > verdict.trained:
-        warnings.append(f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search by words, or by both")
+        warnings.append(
+            f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search by words, or by both"
+        )
     return warnings

@@ -90,7 +90,9 @@ class CorpusEncoder:
         def encode(texts: Sequence[str]) -> np.ndarray:
             nonlocal num_encoded
             num_encoded += len(texts)
-            return encode_texts(self.model, texts, self.kind, self.batch_size, self.precision, show_progress)
+            return encode_texts(
+                self.model, texts, self.kind, self.batch_size, self.precision, show_progress
+            )
 
         texts = read_texts(self.corpus, self.kind, report)
         progress = tqdm(texts, "Shards", unit=f" {self.kind}s", disable=not show_progress)

@@ -121,7 +121,9 @@ class StoreDocuments:
         indices, first = np.unique(indices, return_index=True)  # the first of copies
         return indices, self._read_rows(rows[first])
 
-    def blocks(self, device: torch.device, part: int = 0, num_parts: int = 1) -> Iterator[DocumentBlock]:
+    def blocks(
+        self, device: torch.device, part: int = 0, num_parts: int = 1
+    ) -> Iterator[DocumentBlock]:
         """Yield blocks of documents on a device: every ``num_parts``-th, from the ``part``-th on.
 
         A GPU with enough free memory holds on to its blocks.
@@ -134,7 +136,9 @@ class StoreDocuments:
         else:
             yield from self._read_blocks(device, part, num_parts)
 
-    def _read_blocks(self, device: torch.device, part: int, num_parts: int) -> Iterator[DocumentBlock]:
+    def _read_blocks(
+        self, device: torch.device, part: int, num_parts: int
+    ) -> Iterator[DocumentBlock]:
         scales = self._inverse_lengths()
         for number, (first, embeddings) in enumerate(self._arrays()):
             if number % num_parts != part:
@@ -186,7 +190,9 @@ class PositiveRows:
             whose positive is no document are left out.
     """
 
-    def __init__(self, documents: StoreDocuments, query_ids: np.ndarray, positive_ids: np.ndarray) -> None:
+    def __init__(
+        self, documents: StoreDocuments, query_ids: np.ndarray, positive_ids: np.ndarray
+    ) -> None:
         self.documents = documents
         pair_indices, rows = documents.rows_of_all(positive_ids)
         queries = query_ids[pair_indices]

@@ -57,11 +57,15 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
     passages = read_passages(path, report)
     while block := list(islice(passages, _IDS_AT_A_TIME)):
         hashes = text_ids(passage.id for passage in block)
-        known = np.sort(np.concatenate([known, hashes]), kind="stable")  # merges runs, in linear time
+        known = np.sort(
+            np.concatenate([known, hashes]), kind="stable"
+        )  # merges runs, in linear time
         again = known[1:][known[1:] == known[:-1]]
         if len(again):
             last = np.flatnonzero(np.isin(hashes, again))[-1]
-            raise DataError(f"{path}: id {block[last].id[:60]!r} occurs again (keep one record for each id)")
+            raise DataError(
+                f"{path}: id {block[last].id[:60]!r} occurs again (keep one record for each id)"
+            )
         yield from block
 
 
@@ -91,18 +95,26 @@ def encode_texts(
     encode = model.encode_query if kind == "query" else model.encode_document
     size = min(batch_size, _CPU_BATCH) if model.device.type == "cpu" else batch_size
     # "float32" is what is in force already: a trainer's own autocast stays.
-    autocast = nullcontext() if precision == "float32" else torch.autocast(model.device.type, getattr(torch, precision))
+    autocast = (
+        nullcontext()
+        if precision == "float32"
+        else torch.autocast(model.device.type, getattr(torch, precision))
+    )
     was_training = model.training
     try:
         with autocast:
-            embeddings = np.asarray(encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32)
+            embeddings = np.asarray(
+                encode(unique, batch_size=size, show_progress_bar=show_progress), dtype=np.float32
+            )
     finally:
         # encode() leaves a model in eval mode; a training loop that asks for embeddings should keep its dropout.
         model.train(was_training)
     finite = np.isfinite(embeddings).all(axis=1)
     if not finite.all():
         mend = " (try it without autocast)" if precision != "float32" else ""
-        raise UserError(f"the model gives NaN or infinity for the {kind} {unique[int(finite.argmin())][:60]!r}{mend}")
+        raise UserError(
+            f"the model gives NaN or infinity for the {kind} {unique[int(finite.argmin())][:60]!r}{mend}"
+        )
     if len(unique) == len(texts):
         return embeddings
     place = {text: row for row, text in enumerate(unique)}
@@ -120,13 +132,19 @@ def metric_of(model: Any, score_function: str | None = None) -> Metric:
     return _METRICS[name]
 
 
-def encoding_identity(model: Any, kind: Kind, precision: str, dtype: str, shard_size: int) -> dict[str, Any]:
+def encoding_identity(
+    model: Any, kind: Kind, precision: str, dtype: str, shard_size: int
+) -> dict[str, Any]:
     """Return the `identity` of `StoreWriter`: what decides embeddings besides the texts. Takes a pass over the weights.
 
     Its ``model`` is the document tower, for queries too: by it, queries and documents fit each other. A query tower
     that was trained against a store of documents leaves that store valid.
     """
-    identity = {"kind": kind, "model": model_fingerprint(model, "document"), "similarity": metric_of(model)}
+    identity = {
+        "kind": kind,
+        "model": model_fingerprint(model, "document"),
+        "similarity": metric_of(model),
+    }
     if kind == "query":
         identity["query_model"] = model_fingerprint(model, "query")
     identity["tokenisation"] = tokenisation_fingerprint(model, kind)
@@ -169,7 +187,9 @@ def tokenisation_fingerprint(model: Any, kind: Kind | None = None) -> str | None
         of_queries = tokenisation_fingerprint(model, "query")
         of_documents = tokenisation_fingerprint(model, "document")
         return Fingerprint(of_queries, of_documents).hex()
-    fingerprint = Fingerprint(model.prompts.get(kind), model.default_prompt_name, model.truncate_dim)
+    fingerprint = Fingerprint(
+        model.prompts.get(kind), model.default_prompt_name, model.truncate_dim
+    )
     for module in tower(model, kind).modules():
         if isinstance(module, (SentenceTransformer, Router)):
             continue  # their modules count, and a tied model's are those of each tower

@@ -84,7 +84,9 @@ def build_index(
     else:
         of_rows = np.asarray if ids is None else np.array(ids, dtype=object).__getitem__
     if factory == "Flat":
-        return DenseIndex(embeddings, of_rows, factory, metric, parameters, gpus=faiss.get_num_gpus())
+        return DenseIndex(
+            embeddings, of_rows, factory, metric, parameters, gpus=faiss.get_num_gpus()
+        )
     try:
         if not index.is_trained:
             most = min(max(_POINTS_PER_CENTROID * _inverted_lists(index), _LEAST_ROWS), n)
@@ -92,14 +94,22 @@ def build_index(
             index.train(prepared(embeddings[sample], metric, "document embedding"))
         size = max(1, SLICE_BYTES // (4 * dimension))
         for start in range(0, n, size):
-            index.add(prepared(embeddings[start : start + size], metric, "document embedding", start))
+            index.add(
+                prepared(embeddings[start : start + size], metric, "document embedding", start)
+            )
     except RuntimeError as error:
-        raise ConfigError(f"FAISS cannot build index {factory!r} on {n} vectors: {_reason(error)}") from error
+        raise ConfigError(
+            f"FAISS cannot build index {factory!r} on {n} vectors: {_reason(error)}"
+        ) from error
     return DenseIndex(embeddings, of_rows, factory, metric, parameters, index)
 
 
 def open_index(
-    path: AnyPath, store: EmbeddingStore, factory: str, metric: Metric = "cos", parameters: str | None = None
+    path: AnyPath,
+    store: EmbeddingStore,
+    factory: str,
+    metric: Metric = "cos",
+    parameters: str | None = None,
 ) -> DenseIndex:
     """The index of a store in a file, mapped into memory; where there is none, it is built and written first.
 
@@ -123,12 +133,16 @@ def open_index(
     there = read_json(described)
     for name, wanted in about.items():
         if there.get(name) != wanted:
-            raise DataError(f"{path}: is an index of {name} {there.get(name)}, asked for is {wanted} ({mend})")
+            raise DataError(
+                f"{path}: is an index of {name} {there.get(name)}, asked for is {wanted} ({mend})"
+            )
     try:
         found = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise DataError(f"{path}: cannot be read: {_reason(error)} ({mend})") from error
-    return DenseIndex(store, store.ids, factory, metric, _set_parameters(found, factory, parameters), found)
+    return DenseIndex(
+        store, store.ids, factory, metric, _set_parameters(found, factory, parameters), found
+    )
 
 
 def search(index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False) -> _Hits:
@@ -143,7 +157,9 @@ def search(index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool =
     k = min(k, len(index.corpus))
     queries = prepared(queries, index.metric, "query embedding")
     if index.faiss_index is None:
-        scores, rows = _search_slices(index, queries, min(k + _MARGIN, len(index.corpus)), show_progress)
+        scores, rows = _search_slices(
+            index, queries, min(k + _MARGIN, len(index.corpus)), show_progress
+        )
     else:
         scores, rows = index.faiss_index.search(queries, k)
     scores[rows < 0] = -np.inf
@@ -173,9 +189,14 @@ def _search_slices(index: DenseIndex, queries: np.ndarray, k: int, show_progress
     # Fresh memory for every slice would cost more than what is written to it.
     buffer = np.empty((size, dimension), dtype=np.float32) if index.metric == "cos" else None
     # FAISS takes products one by one below 128,000 numbers of queries, at a fifteenth of the speed.
-    before, faiss.cvar.distance_compute_blas_threshold = faiss.cvar.distance_compute_blas_threshold, 8 * dimension
+    before, faiss.cvar.distance_compute_blas_threshold = (
+        faiss.cvar.distance_compute_blas_threshold,
+        8 * dimension,
+    )
     try:
-        with ThreadPoolExecutor(groups, initializer=faiss.omp_set_num_threads, initargs=(threads // groups,)) as pool:
+        with ThreadPoolExecutor(
+            groups, initializer=faiss.omp_set_num_threads, initargs=(threads // groups,)
+        ) as pool:
             for start in trange(0, n, size, desc="Searching", disable=not show_progress):
                 documents = index.corpus[start : start + size]
                 documents = prepared(documents, index.metric, "document embedding", start, buffer)
@@ -197,7 +218,9 @@ def _add(find: Callable[..., Any], start: int, k: int, queries: np.ndarray, heap
     heap.add_result(scores, rows + start)
 
 
-def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarray) -> dict[str, Any] | None:
+def recall_against_exact(
+    index: DenseIndex, queries: np.ndarray, rows: np.ndarray
+) -> dict[str, Any] | None:
     """{"queries": 100, "recall@k": ...}: the share of the exact result that `search` found; None for an exact index.
 
     Args:
@@ -206,7 +229,9 @@ def recall_against_exact(index: DenseIndex, queries: np.ndarray, rows: np.ndarra
     if index.faiss_index is None or not len(queries):
         return None
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
-    _, exact = search(build_index(index.corpus, metric=index.metric), queries[sample], rows.shape[1])
+    _, exact = search(
+        build_index(index.corpus, metric=index.metric), queries[sample], rows.shape[1]
+    )
     hits = [np.isin(line, found).mean() for line, found in zip(exact, rows[sample], strict=True)]
     return {"queries": len(sample), f"recall@{rows.shape[1]}": float(np.mean(hits))}
 
@@ -225,10 +250,14 @@ def check_factory(
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        what = f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product"
+        what = (
+            f"FAISS cannot make index {factory!r} for {dimension} dimensions and an inner product"
+        )
         raise ConfigError(f"{what} ({_reason(error)}); 'Flat' always works") from error
     if n < (lists := _inverted_lists(index)):
-        raise ConfigError(f"index {factory!r} needs {lists} vectors to train, the corpus has {n}; use 'Flat'")
+        raise ConfigError(
+            f"index {factory!r} needs {lists} vectors to train, the corpus has {n}; use 'Flat'"
+        )
     return index, _set_parameters(index, factory, parameters)
 
 
@@ -252,7 +281,11 @@ def prepared(
         raise UserError(f"{what} {row} holds NaN, infinity or numbers too large for float32 scores")
     if metric == "dot":
         return vectors
-    return np.divide(vectors, np.where(norms > 0, norms, 1)[:, None], out=None if out is None else out[: len(vectors)])
+    return np.divide(
+        vectors,
+        np.where(norms > 0, norms, 1)[:, None],
+        out=None if out is None else out[: len(vectors)],
+    )
 
 
 def _set_parameters(index: Any, factory: str, parameters: str | None) -> str | None:
@@ -266,7 +299,9 @@ def _set_parameters(index: Any, factory: str, parameters: str | None) -> str | N
             space: Any = faiss.ParameterSpace()  # its stub knows one of two overloads
             space.set_index_parameters(index, wanted)
         except RuntimeError as error:
-            raise ConfigError(f"index {factory!r} does not take parameters {parameters!r}") from error
+            raise ConfigError(
+                f"index {factory!r} does not take parameters {parameters!r}"
+            ) from error
     return wanted
 
 

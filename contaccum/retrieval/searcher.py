@@ -47,7 +47,11 @@ class FaissSearcher:
         encode_documents: Callable[[Any, Sequence[str]], np.ndarray] | None = None,
     ) -> None:
         self.model, self.index, self.index_parameters = model, index, index_parameters
-        self.encoding = {"batch_size": batch_size, "precision": precision, "show_progress": show_progress_bar}
+        self.encoding = {
+            "batch_size": batch_size,
+            "precision": precision,
+            "show_progress": show_progress_bar,
+        }
         self.encode_documents = encode_documents
         self.timing: dict[str, float] = {}
         self.found: dict[str, Any] = {}
@@ -74,8 +78,18 @@ class FaissSearcher:
         if not corpus:
             raise DataError("the corpus has no documents to search")
         self.timing = {}
-        passages = [passage_text(document.get("title") or "", document["text"]) for document in corpus.values()]
-        asked = self._timed("encode_queries", encode_texts, self.model, [*queries.values()], "query", **self.encoding)
+        passages = [
+            passage_text(document.get("title") or "", document["text"])
+            for document in corpus.values()
+        ]
+        asked = self._timed(
+            "encode_queries",
+            encode_texts,
+            self.model,
+            [*queries.values()],
+            "query",
+            **self.encoding,
+        )
         settings: Any = self.encoding
         encode = self.encode_documents or partial(encode_texts, kind="document", **settings)
         documents = self._timed("encode_corpus", encode, self.model, passages)
@@ -101,10 +115,14 @@ class FaissSearcher:
         return result
 
 
-def bm25_run(corpus: Mapping[str, Mapping[str, str]], queries: Mapping[str, str], top_k: int) -> Run:
+def bm25_run(
+    corpus: Mapping[str, Mapping[str, str]], queries: Mapping[str, str], top_k: int
+) -> Run:
     """Return the ``top_k`` best documents of every query by BM25; raises as `bm25_scores` does."""
     names = list(corpus)
-    passages = [passage_text(document.get("title") or "", document["text"]) for document in corpus.values()]
+    passages = [
+        passage_text(document.get("title") or "", document["text"]) for document in corpus.values()
+    ]
     run: Run = {}
     for query, scores in zip(queries, bm25_scores(passages, list(queries.values())), strict=True):
         best = np.argsort(-scores, kind="stable")[: top_k + 1]
@@ -114,7 +132,9 @@ def bm25_run(corpus: Mapping[str, Mapping[str, str]], queries: Mapping[str, str]
     return run
 
 
-def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = False) -> Iterator[np.ndarray]:
+def bm25_scores(
+    passages: list[str], queries: list[str], show_progress: bool = False
+) -> Iterator[np.ndarray]:
     """For each query the scores of all n passages, float32 (n,), by bm25s (Lucene's variant, DPR's k1 and b).
 
     Words are of two letters or more, in lower case; a score is 0 where no word of the query occurs.
@@ -124,7 +144,9 @@ def bm25_scores(passages: list[str], queries: list[str], show_progress: bool = F
     """
     import bm25s
 
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it says at level DEBUG what it does, and is shown
+    logging.getLogger("bm25s").setLevel(
+        logging.WARNING
+    )  # it says at level DEBUG what it does, and is shown
     words_of = partial(bm25s.tokenize, stopwords=[], return_ids=False, show_progress=show_progress)
     words = words_of(passages)
     if not any(words):

@@ -64,8 +64,12 @@ class Codes:
         from sentence_transformers.util import quantize_embeddings
 
         check_bits(dtype, embeddings.shape[1])
-        ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]) if dtype == "int8" else None
-        values: Any = quantize_embeddings(embeddings, "int8" if dtype == "int8" else "ubinary", ranges)
+        ranges = (
+            np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]) if dtype == "int8" else None
+        )
+        values: Any = quantize_embeddings(
+            embeddings, "int8" if dtype == "int8" else "ubinary", ranges
+        )
         return cls(values, dtype, embeddings.shape, ranges)
 
     def __len__(self) -> int:
@@ -84,7 +88,9 @@ class Codes:
 def check_bits(dtype: str, dimension: int) -> None:
     """Raise `ConfigError` for binary embeddings of dimensions that fill no whole bytes."""
     if dtype == "binary" and dimension % 8:
-        raise ConfigError(f"binary embeddings of {dimension} dimensions: eight fill a byte, so take a multiple of 8")
+        raise ConfigError(
+            f"binary embeddings of {dimension} dimensions: eight fill a byte, so take a multiple of 8"
+        )
 
 
 class EmbeddingStore:
@@ -114,14 +120,18 @@ class EmbeddingStore:
         """
         folder = Path(folder)
         if not (folder / ABOUT).exists():
-            raise DataError(f"{folder}: not a store of embeddings (write one with contaccum encode)")
+            raise DataError(
+                f"{folder}: not a store of embeddings (write one with contaccum encode)"
+            )
         about = _read_about(folder)
         mend = "run the same contaccum encode again: it goes on"
         if not about["finished"]:
             raise DataError(f"{folder}: the store is not finished ({mend})")
         for first in range(0, about["rows"], about["shard_size"]):
             if _read_shard(folder, first // about["shard_size"]) is None:
-                raise DataError(f"{folder}: the shard from row {first:,} on is missing or cut off ({mend})")
+                raise DataError(
+                    f"{folder}: the shard from row {first:,} on is missing or cut off ({mend})"
+                )
         return cls(folder, about)
 
     def __len__(self) -> int:
@@ -130,8 +140,19 @@ class EmbeddingStore:
     @property
     def fingerprint(self) -> str:
         """sha256, in hex, of what decides the rows: texts, model, tokenisation, types, number."""
-        names = ("kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension", "rows")
-        return files.fingerprint(self.about["corpus"]["fingerprint"], [self.about.get(name) for name in names])
+        names = (
+            "kind",
+            "model",
+            "similarity",
+            "tokenisation",
+            "precision",
+            "dtype",
+            "dimension",
+            "rows",
+        )
+        return files.fingerprint(
+            self.about["corpus"]["fingerprint"], [self.about.get(name) for name in names]
+        )
 
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Embeddings of a slice, or of some rows in the order asked for (fastest where they ascend): float32 (n, d)."""
@@ -170,7 +191,9 @@ class EmbeddingStore:
     def _num_shards(self) -> int:
         return -(-len(self) // self._shard_size)
 
-    def _located(self, rows: Sequence[int] | np.ndarray) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
+    def _located(
+        self, rows: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
         """For each shard that has some of the rows: places among them, its number, and the rows inside it."""
         wanted = np.asarray(rows, dtype=np.int64)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -194,7 +217,9 @@ class EmbeddingStore:
             ids.validate(full=True)  # offsets of a broken file would be followed anywhere
         except (OSError, ValueError, KeyError) as error:
             what = " ".join(str(error).split())
-            raise DataError(f"{folder}: the shard is broken: {what} (remove it, and encode again)") from error
+            raise DataError(
+                f"{folder}: the shard is broken: {what} (remove it, and encode again)"
+            ) from error
         return ids, Codes(embeddings, self.dtype, (len(embeddings), self.shape[1]), ranges)
 
 
@@ -230,8 +255,14 @@ class StoreWriter:
         if about is None:
             about = {**_HEAD, "finished": False, **identity, **(notes or {}), **files.provenance()}
             files.write_json(self.folder / ABOUT, about)
-        if other := [name for name, value in json.loads(json.dumps(identity)).items() if about.get(name) != value]:
-            raise UserError(f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})")
+        if other := [
+            name
+            for name, value in json.loads(json.dumps(identity)).items()
+            if about.get(name) != value
+        ]:
+            raise UserError(
+                f"{folder}: holds embeddings of another {' and '.join(other)} ({_MEND})"
+            )
         self.about = about
 
     def fill(
@@ -275,7 +306,9 @@ class StoreWriter:
                 self._write_shard(number, ids, texts, encode(texts), fingerprint)
             rows += len(block)
         if not rows:
-            raise DataError(f"{self.folder}: nothing to encode: the source has no passage left (correct the data)")
+            raise DataError(
+                f"{self.folder}: nothing to encode: the source has no passage left (correct the data)"
+            )
         return self._finish(rows, corpus.hex())
 
     def _has_shard(self, number: int, fingerprint: str) -> bool:
@@ -288,7 +321,12 @@ class StoreWriter:
         return True
 
     def _write_shard(
-        self, number: int, ids: list[str], texts: list[str], embeddings: np.ndarray, fingerprint: str
+        self,
+        number: int,
+        ids: list[str],
+        texts: list[str],
+        embeddings: np.ndarray,
+        fingerprint: str,
     ) -> None:
         """Write a shard, unless another process has written it meanwhile.
 
@@ -356,7 +394,9 @@ def _read_about(folder: Path) -> dict[str, Any]:
     """The content of store.json; raises `DataError` where it is broken, of something else, or of another version."""
     about = files.read_json(folder / ABOUT)
     if (there := {name: about.get(name) for name in _HEAD}) != _HEAD:
-        raise DataError(f"{folder / ABOUT}: is {there}, not {_HEAD} (encode the corpus with this version of contaccum)")
+        raise DataError(
+            f"{folder / ABOUT}: is {there}, not {_HEAD} (encode the corpus with this version of contaccum)"
+        )
     return about
 
 

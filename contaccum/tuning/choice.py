@@ -87,7 +87,11 @@ class Finished(NamedTuple):
     @property
     def others(self) -> tuple[Any, ...]:
         """All settings but the rate: trials that have them in common lie on one curve."""
-        return tuple(sorted((key, str(value)) for key, value in self.settings.items() if key != "learning_rate"))
+        return tuple(
+            sorted(
+                (key, str(value)) for key, value in self.settings.items() if key != "learning_rate"
+            )
+        )
 
 
 class Choice(NamedTuple):
@@ -120,7 +124,9 @@ def choose_trial(trials: Sequence[Finished], base_scores: QueryScores) -> Choice
     """
     scored = [trial for trial in trials if trial.score is not None]
     if not scored:
-        raise ConfigError("no trial was scored: give a larger budget, or look at what the trials say")
+        raise ConfigError(
+            "no trial was scored: give a larger budget, or look at what the trials say"
+        )
     curves: dict[tuple[Any, ...], list[Finished]] = {}
     for trial in scored:
         curves.setdefault(trial.others, []).append(trial)
@@ -146,8 +152,12 @@ def choose_trial(trials: Sequence[Finished], base_scores: QueryScores) -> Choice
         worst = min(others, key=lambda other: other.score or 0.0)
         difference = compare_scores(trial.query_scores, worst.query_scores)
         if difference["low"] <= 0.0:
-            notes.append("dev data do not tell the best of the settings tried from the worst: the choice says little")
-    return Choice(dict(trial.settings), trial.number, float(trial.score or 0.0), against_base, notes)
+            notes.append(
+                "dev data do not tell the best of the settings tried from the worst: the choice says little"
+            )
+    return Choice(
+        dict(trial.settings), trial.number, float(trial.score or 0.0), against_base, notes
+    )
 
 
 class _Top(NamedTuple):

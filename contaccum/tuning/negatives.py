@@ -42,7 +42,9 @@ def mine_once(train_data: list[str], corpus: str | None, file: Path, **options: 
     if len(mining_data.queries) * mining_data.pool_size > MOST_SCORES:
         return None
     try:
-        mined = mine_hard_negatives(mining_data, relative_margin=_MARGIN, num_negatives=1, show_progress=False)
+        mined = mine_hard_negatives(
+            mining_data, relative_margin=_MARGIN, num_negatives=1, show_progress=False
+        )
     except DataError:  # queries and passages have no words in common
         return None
     file.parent.mkdir(parents=True, exist_ok=True)

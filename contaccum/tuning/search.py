@@ -135,7 +135,9 @@ class Search:
 
     def finished(self) -> list[Finished]:
         """Return the trials that have ended, in their order."""
-        ended = self._study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
+        ended = self._study.get_trials(
+            states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        )
         return [_finished(trial) for trial in ended if "seconds" in trial.user_attrs]
 
     def records(self) -> list[dict[str, Any]]:
@@ -189,12 +191,18 @@ class Search:
         finished = self.finished()
         rung = self._next_rung(finished)
         # A seed of its own for each trial: a search that was killed goes on as it would have.
-        self._study.sampler = optuna.samplers.TPESampler(seed=self._seed + len(finished), n_startup_trials=0)
+        self._study.sampler = optuna.samplers.TPESampler(
+            seed=self._seed + len(finished), n_startup_trials=0
+        )
         space = self._space
-        starts = {method: self._starts[method] for method in self._starts if not self._is_too_slow(method)}
+        starts = {
+            method: self._starts[method] for method in self._starts if not self._is_too_slow(method)
+        }
         if rung is not None:
             method, multiple = rung
-            self._study.enqueue_trial({name_of_method(starts): method, f"learning_rate of {method}": multiple})
+            self._study.enqueue_trial(
+                {name_of_method(starts): method, f"learning_rate of {method}": multiple}
+            )
             space = {key: setting for key, setting in self._space.items() if key in _OF_A_LADDER}
         elif set(self._space) <= _OF_A_LADDER:
             return None
@@ -255,7 +263,10 @@ class Search:
                 self._fail(_NO_TIME)
         settings = self._trial.user_attrs["settings"]
         method = settings["method"]
-        options: Options = {**self._options, **{key: [str(value)] for key, value in settings.items()}}
+        options: Options = {
+            **self._options,
+            **{key: [str(value)] for key, value in settings.items()},
+        }
         options = self._options_of(options, method)
         most_seconds = self._time_left()
         if method in self._most_updates:
@@ -288,7 +299,9 @@ class Search:
         """Train and score; every process does so."""
         folder = self._folder / "running"
         try:
-            return run_trial(order.options, self._evaluator, folder, order.most_seconds, self._is_hopeless)
+            return run_trial(
+                order.options, self._evaluator, folder, order.most_seconds, self._is_hopeless
+            )
         except (TooSlow, UserError) as error:
             return error
 
@@ -340,11 +353,17 @@ class Search:
         # A method that has time for a small part of its training would be judged by its beginning.
         least_updates = LEAST_UPDATES
         if self._any_score():
-            least_updates = max(LEAST_UPDATES, math.ceil(_LEAST_PART * slow.seconds / slow.seconds_per_update))
+            least_updates = max(
+                LEAST_UPDATES, math.ceil(_LEAST_PART * slow.seconds / slow.seconds_per_update)
+            )
         if slow.updates >= least_updates:
-            self._say(f"{method}: a trial is cut to {slow.updates} updates, to have time for several")
+            self._say(
+                f"{method}: a trial is cut to {slow.updates} updates, to have time for several"
+            )
             self._most_updates[method] = slow.updates
-            self._trial.set_user_attr("cut_to", slow.updates)  # also for the next start, if this one is killed
+            self._trial.set_user_attr(
+                "cut_to", slow.updates
+            )  # also for the next start, if this one is killed
             return
         if self._any_score():
             self._fail(f"{_TOO_SLOW}: a trial of {method} takes {show_duration(slow.seconds)}")
@@ -374,7 +393,10 @@ class Search:
 
     def _is_too_slow(self, method: str) -> bool:
         """Return whether the budget has no time for trials of a method."""
-        return any(trial.settings["method"] == method and trial.note.startswith(_TOO_SLOW) for trial in self.finished())
+        return any(
+            trial.settings["method"] == method and trial.note.startswith(_TOO_SLOW)
+            for trial in self.finished()
+        )
 
     def _say_progress(self, settings: Mapping[str, Any], score: float | None) -> None:
         """Say what the last trial has found, and how much time is left."""

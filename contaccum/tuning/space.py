@@ -86,7 +86,9 @@ def space_for(pairs: int, micro_batch: int, given: Collection[str]) -> dict[str,
     space = {key: setting for key, setting in SPACE.items() if key not in given}
     sizes = space.get("total_train_batch_size")
     if isinstance(sizes, Choices):
-        possible = tuple(size for size in sizes.values if size <= pairs / 2 and size % micro_batch == 0)
+        possible = tuple(
+            size for size in sizes.values if size <= pairs / 2 and size % micro_batch == 0
+        )
         space["total_train_batch_size"] = sizes._replace(values=possible)
         if len(possible) < 2:
             del space["total_train_batch_size"]
@@ -98,7 +100,9 @@ def name_of_method(methods: Collection[str]) -> str:
     return f"method among {', '.join(methods)}"
 
 
-def suggest(trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapping[str, Setting]) -> dict[str, Any]:
+def suggest(
+    trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapping[str, Setting]
+) -> dict[str, Any]:
     """Let Optuna choose a value for each setting of a space.
 
     Args:
@@ -119,6 +123,8 @@ def suggest(trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapp
         else:
             start = starts[method][key]
             # A parameter of its own for each method, whose rates are not comparable.
-            multiple = trial.suggest_float(f"{key} of {method}", setting.low, setting.high, log=True)
+            multiple = trial.suggest_float(
+                f"{key} of {method}", setting.low, setting.high, log=True
+            )
             values[key] = float(f"{start * multiple:.2g}")
     return values

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum.comparison.plan import as_tokens
@@ -85,7 +91,9 @@ def run_trial(
         UserError: for settings, data or a model that cannot be used.
     """
     started = time.perf_counter()
-    evaluator.documents = None  # those of an earlier trial; a trainer whose documents stand still sets its own
+    evaluator.documents = (
+        None  # those of an earlier trial; a trainer whose documents stand still sets its own
+    )
     fixed = {"output_dir": [str(folder)], "save_strategy": ["no"], "disable_tqdm": ["true"]}
     fixed |= {"overwrite_output_dir": ["true"], "logging_strategy": ["no"]}
     model_args, data_args, args = parse(as_tokens({**options, **fixed}))
@@ -157,7 +165,9 @@ class _Watch(TrainerCallback):
     ) -> None:
         self._started = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.global_step != _MEASURED_UPDATES:
             return
         # All processes must decide alike.
@@ -166,7 +176,9 @@ class _Watch(TrainerCallback):
         if seconds > self._most_seconds:
             raise TooSlow(int(self._most_seconds / seconds_per_update), seconds, seconds_per_update)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         is_last = state.global_step >= state.max_steps
         if not is_last and self._is_hopeless(dict(self._evaluator.query_scores)):
             self.was_stopped = True

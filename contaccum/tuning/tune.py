@@ -46,8 +46,20 @@ SEARCH_FOLDER = "search"
 BUDGET_FILE = "used_time.json"
 
 _OF_THE_RUN = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "eval_strategy", "eval_steps"),
-    *("save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "early_stopping_patience"),
+    *(
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "eval_strategy",
+        "eval_steps",
+    ),
+    *(
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "load_best_model_at_end",
+        "early_stopping_patience",
+    ),
     *("eval_on_start", "disable_tqdm", "logging_strategy", "logging_steps", "push_to_hub"),
 )
 """Settings of a config that decide what a run writes, and nothing of its result: trials have their own."""
@@ -148,7 +160,9 @@ def tune(
     return tuned
 
 
-def _load_evaluator(data_args: DataArguments, args: ContAccumTrainingArguments) -> RetrievalEvaluator:
+def _load_evaluator(
+    data_args: DataArguments, args: ContAccumTrainingArguments
+) -> RetrievalEvaluator:
     """Return the evaluator of dev data; raise `ConfigError` without data, or for those that it cannot search."""
     evaluator = config.load_evaluator(data_args, args)
     if evaluator is None:
@@ -183,7 +197,9 @@ class Baselines(NamedTuple):
         return self.base < USELESS_SHARE_OF_BM25 * self.bm25
 
 
-def score_baselines(encoder: DualEncoder, evaluator: RetrievalEvaluator, store: Path | None) -> Baselines:
+def score_baselines(
+    encoder: DualEncoder, evaluator: RetrievalEvaluator, store: Path | None
+) -> Baselines:
     """Score the model as it is, with the documents of a store if there is one, and BM25."""
     if store is not None:
         evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
@@ -214,13 +230,17 @@ def _starts(
 
 def _options_of_base(options: Options, output: Path) -> Options:
     """Return options with which the model is loaded as it is, and dev data are read."""
-    kept = {key: values for key, values in options.items() if key not in (*_OF_AN_ADAPTER, *OF_A_BANK)}
+    kept = {
+        key: values for key, values in options.items() if key not in (*_OF_AN_ADAPTER, *OF_A_BANK)
+    }
     # Any method that needs nothing beside the training data.
     kept |= {"method": ["grad_accum"], "output_dir": [str(output / SEARCH_FOLDER)]}
     return {"eval_strategy": ["epoch"], **kept}
 
 
-def _store_of(options: Options, args: ContAccumTrainingArguments, encoder: DualEncoder, output: Path) -> Path | None:
+def _store_of(
+    options: Options, args: ContAccumTrainingArguments, encoder: DualEncoder, output: Path
+) -> Path | None:
     """Return the folder of the documents that queries may be contrasted with; encode a corpus once."""
     if "passage_store" in options:
         return Path(options["passage_store"][0])
@@ -230,15 +250,23 @@ def _store_of(options: Options, args: ContAccumTrainingArguments, encoder: DualE
     with args.main_process_first(desc="encoding the corpus"):
         if args.process_index == 0:
             corpus = Path(options["corpus"][0])
-            CorpusEncoder(encoder, "base", corpus, folder, batch_size=args.per_device_eval_batch_size).encode()
+            CorpusEncoder(
+                encoder, "base", corpus, folder, batch_size=args.per_device_eval_batch_size
+            ).encode()
     return folder
 
 
-def _methods(options: Options, given: Sequence[str], store: Path | None, is_fresh: bool) -> list[str]:
+def _methods(
+    options: Options, given: Sequence[str], store: Path | None, is_fresh: bool
+) -> list[str]:
     """Return the methods to try, that of the config first."""
     if "method" in given:
         return list(options["method"])
-    methods = [method for method in METHODS if method != "query_side" or (store is not None and not is_fresh)]
+    methods = [
+        method
+        for method in METHODS
+        if method != "query_side" or (store is not None and not is_fresh)
+    ]
     of_config = options.get("method", [""])[0]
     if of_config in methods:
         methods.remove(of_config)
@@ -277,7 +305,9 @@ def _mine_once(
         )
 
 
-def options_of_method(options: Options, method: str, store: Path | None, mined: Path | None = None) -> Options:
+def options_of_method(
+    options: Options, method: str, store: Path | None, mined: Path | None = None
+) -> Options:
     """Return the options of a run by a method: without settings that mean nothing to it.
 
     Args:
@@ -286,7 +316,12 @@ def options_of_method(options: Options, method: str, store: Path | None, mined: 
     """
     dropped = set(QUERY_SIDE_SETTINGS)
     if method == "query_side":
-        dropped |= {*NOT_OF_QUERY_SIDE, *OF_A_BANK, "gradient_accumulation_steps", "num_hard_negatives"}
+        dropped |= {
+            *NOT_OF_QUERY_SIDE,
+            *OF_A_BANK,
+            "gradient_accumulation_steps",
+            "num_hard_negatives",
+        }
     elif method != "contaccum":
         dropped |= set(OF_A_BANK)
     kept = {key: list(values) for key, values in options.items() if key not in dropped}
@@ -317,8 +352,14 @@ def _write(tuned: Tuned, output: Path, num_queries: int) -> None:
         f"{tuned.base:.4f}\n# ({difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
         f"{difference['high']:+.4f}; the best of {len(tuned.trials)} trials, so take it as optimistic).\n"
     )
-    content = {**as_yaml(tuned.options), "eval_strategy": "epoch", "output_dir": str(output / "model")}
-    write_text(output / TUNED_CONFIG, head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    content = {
+        **as_yaml(tuned.options),
+        "eval_strategy": "epoch",
+        "output_dir": str(output / "model"),
+    }
+    write_text(
+        output / TUNED_CONFIG, head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    )
     record = {field.name: getattr(tuned, field.name) for field in fields(tuned)}
     record["choice"] = tuned.choice._asdict()
     write_json(output / TUNED_RECORD, {**record, **provenance()})

@@ -55,7 +55,9 @@ class Corpus(NamedTuple):
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, help="the BEIR folder that query_side.py had")
     parser.add_argument("--name", required=True, help="of the data, in names of results")
     parser.add_argument("--arm", required=True, help="arm and rate of the runs to go on from")
@@ -78,7 +80,11 @@ def main() -> None:
 
 
 def run_cell(
-    args: argparse.Namespace, rate: str, seed: int, train: BeirDataset, haystack: dict[str, BeirDataset]
+    args: argparse.Namespace,
+    rate: str,
+    seed: int,
+    train: BeirDataset,
+    haystack: dict[str, BeirDataset],
 ) -> None:
     """Train the document tower, encode the haystack again, score it and write the result."""
     result_file = args.output / f"{args.name}-{args.arm}-then_documents-{rate}-{seed}.json"
@@ -124,7 +130,9 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def load_corpus(args: argparse.Namespace, model: DualEncoder, train: BeirDataset, held_out: set[str]) -> Corpus:
+def load_corpus(
+    args: argparse.Namespace, model: DualEncoder, train: BeirDataset, held_out: set[str]
+) -> Corpus:
     """Encode the training queries, and take the documents from the store of the corpus.
 
     Documents that only dev or test queries need are left out, as in query-side training.
@@ -154,7 +162,9 @@ def load_corpus(args: argparse.Namespace, model: DualEncoder, train: BeirDataset
     )
 
 
-def train_document_tower(model: DualEncoder, corpus: Corpus, rate: float, updates: int, seed: int) -> list[float]:
+def train_document_tower(
+    model: DualEncoder, corpus: Corpus, rate: float, updates: int, seed: int
+) -> list[float]:
     """Train the document tower; returns the loss of all pairs before each update."""
     tower(model, "query").requires_grad_(False)
     document_tower = tower(model, "document")

@@ -18,7 +18,9 @@ from contaccum.files import read_json
 
 def draw(reports: list[Path], metric: str, entries: list[str]) -> Figure:
     """A figure of panels side by side; the first of the ``entries`` is on top."""
-    figure = Figure(figsize=(1.5 + 2.4 * len(reports), 0.7 + 0.3 * len(entries)), layout="constrained")
+    figure = Figure(
+        figsize=(1.5 + 2.4 * len(reports), 0.7 + 0.3 * len(entries)), layout="constrained"
+    )
     panels = figure.subplots(1, len(reports), sharey=True, squeeze=False)[0]
     for path, axes in zip(reports, panels, strict=True):
         report = read_json(path)
@@ -40,9 +42,13 @@ def draw(reports: list[Path], metric: str, entries: list[str]) -> Figure:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
-    parser.add_argument("--entries", nargs="+", required=True, metavar="ENTRY", help="of the reports, from the top")
+    parser.add_argument(
+        "--entries", nargs="+", required=True, metavar="ENTRY", help="of the reports, from the top"
+    )
     parser.add_argument("--metric", default="NDCG@10")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
     args = parser.parse_args()

@@ -35,10 +35,26 @@ def compare(path: Path, pair: str, metric: str) -> dict[str, Any]:
     seeds = sorted(set.intersection(*(set(report["groups"][group]["seeds"]) for group in groups)))
     if not seeds:
         raise ConfigError(f"{name}: no seed that both finished; run `contaccum compare` again")
-    results = [[path.parent / "runs" / f"{group}_seed-{seed}" / "result.json" for seed in seeds] for group in groups]
-    ours, theirs = (by_query([read_json(file)["evaluations"][data] for file in files], metric) for files in results)
-    row = {"report": str(path), "training": path.resolve().parent.name, "data": data, "pair": pair, "groups": groups}
-    row |= {"seeds": seeds, "queries": len(ours), "means": [fmean(x.values()) for x in (ours, theirs)]}
+    results = [
+        [path.parent / "runs" / f"{group}_seed-{seed}" / "result.json" for seed in seeds]
+        for group in groups
+    ]
+    ours, theirs = (
+        by_query([read_json(file)["evaluations"][data] for file in files], metric)
+        for files in results
+    )
+    row = {
+        "report": str(path),
+        "training": path.resolve().parent.name,
+        "data": data,
+        "pair": pair,
+        "groups": groups,
+    }
+    row |= {
+        "seeds": seeds,
+        "queries": len(ours),
+        "means": [fmean(x.values()) for x in (ours, theirs)],
+    }
     return row | paired_bootstrap(list(ours.values()), [theirs[query] for query in ours])
 
 
@@ -57,30 +73,64 @@ def _group(report: dict[str, Any], path: Path, given: str) -> str:
     found = [name for name, of in report["groups"].items() if given in (name, of["entry"])]
     if len(found) != 1:
         there = ", ".join(found or report["groups"])
-        raise ConfigError(f"{path}: {given} is {'several groups' if found else 'no group'}; name one of: {there}")
+        raise ConfigError(
+            f"{path}: {given} is {'several groups' if found else 'no group'}; name one of: {there}"
+        )
     return found[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json", help="or an OUT.json of before")
-    parser.add_argument("--pairs", nargs="+", required=True, metavar="ENTRY:ENTRY", help="the second is taken away")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "reports", nargs="+", type=Path, metavar="REPORT.json", help="or an OUT.json of before"
+    )
+    parser.add_argument(
+        "--pairs", nargs="+", required=True, metavar="ENTRY:ENTRY", help="the second is taken away"
+    )
     parser.add_argument("--metric", default="NDCG@10")
-    parser.add_argument("--output", required=True, metavar="OUT", help="OUT.md and OUT.json are written")
+    parser.add_argument(
+        "--output", required=True, metavar="OUT", help="OUT.md and OUT.json are written"
+    )
     args = parser.parse_args()
     rows = [row for path in args.reports for row in _rows(path, args.pairs, args.metric)]
     add_holm(rows)
     command = shlex.join(["python", *sys.argv])
-    header = ["training", "data", "entries", "means", "difference", "95% interval", "p", f"p (Holm of {len(rows)})"]
+    header = [
+        "training",
+        "data",
+        "entries",
+        "means",
+        "difference",
+        "95% interval",
+        "p",
+        f"p (Holm of {len(rows)})",
+    ]
     cells = [
         [
-            *(row["training"], row["data"], row["pair"].replace(":", " - "), "{:.4f}, {:.4f}".format(*row["means"])),
-            *(f"{row['difference']:+.4f}", f"{row['low']:+.4f} to {row['high']:+.4f}", row["p_value"], row["p_holm"]),
+            *(
+                row["training"],
+                row["data"],
+                row["pair"].replace(":", " - "),
+                "{:.4f}, {:.4f}".format(*row["means"]),
+            ),
+            *(
+                f"{row['difference']:+.4f}",
+                f"{row['low']:+.4f} to {row['high']:+.4f}",
+                row["p_value"],
+                row["p_holm"],
+            ),
         ]
         for row in rows
     ]
-    write_json(f"{args.output}.json", {"command": command, "metric": args.metric, "rows": rows, **provenance()})
-    write_text(f"{args.output}.md", f"`{command}`\n\n{args.metric}\n\n{markdown_table(header, cells)}\n")
+    write_json(
+        f"{args.output}.json",
+        {"command": command, "metric": args.metric, "rows": rows, **provenance()},
+    )
+    write_text(
+        f"{args.output}.md", f"`{command}`\n\n{args.metric}\n\n{markdown_table(header, cells)}\n"
+    )
     print(markdown_table(header, cells))
 
 

@@ -14,7 +14,9 @@ import random
 import re
 from pathlib import Path
 
-FUNCTION_WORD = re.compile("a|an|and|as|at|by|did|do|does|for|from|in|is|its|of|on|or|that|the|this|to|was|were|with")
+FUNCTION_WORD = re.compile(
+    "a|an|and|as|at|by|did|do|does|for|from|in|is|its|of|on|or|that|the|this|to|was|were|with"
+)
 
 
 def reword(text: str, chance: random.Random) -> str:
@@ -24,7 +26,9 @@ def reword(text: str, chance: random.Random) -> str:
         first, second = sorted(chance.sample(range(len(clauses)), 2))
         clauses[first], clauses[second] = clauses[second], clauses[first]
     words = " , ".join(clauses).split()
-    return " ".join(word for word in words if not FUNCTION_WORD.fullmatch(word.lower()) or chance.random() < 0.5)
+    return " ".join(
+        word for word in words if not FUNCTION_WORD.fullmatch(word.lower()) or chance.random() < 0.5
+    )
 
 
 def plant(pairs: list[dict[str, str]], kept: int, twins: int, seed: int) -> list[dict[str, str]]:
@@ -34,15 +38,23 @@ def plant(pairs: list[dict[str, str]], kept: int, twins: int, seed: int) -> list
         forms = {(pair["query"], pair["positive"])}
         for _ in range(20 * twins):
             form = (reword(pair["query"], chance), reword(pair["positive"], chance))
-            if len(forms) < twins and all(form[0] != query and form[1] != passage for query, passage in forms):
+            if len(forms) < twins and all(
+                form[0] != query and form[1] != passage for query, passage in forms
+            ):
                 forms.add(form)
         planted += [{"query": query, "positive": passage} for query, passage in sorted(forms)]
     return planted
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", type=Path, help="lines of {query, positive}, as eval/study/split_pairs.py writes them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pairs",
+        type=Path,
+        help="lines of {query, positive}, as eval/study/split_pairs.py writes them",
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--kept", type=int, default=4000)
     parser.add_argument("--twins", type=int, default=4)

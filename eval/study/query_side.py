@@ -72,7 +72,9 @@ ARMS = {
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, help="a BEIR folder with train, dev and test")
     parser.add_argument("--name", required=True, help="of the data, in names of results")
     parser.add_argument("--model", required=True)
@@ -102,7 +104,9 @@ def main() -> None:
     print_table(args)
 
 
-def make_stores(args: argparse.Namespace, train: BeirDataset, haystack: dict[str, BeirDataset]) -> dict[str, Path]:
+def make_stores(
+    args: argparse.Namespace, train: BeirDataset, haystack: dict[str, BeirDataset]
+) -> dict[str, Path]:
     """Encode the whole corpus once; its parts for training take their embeddings from there."""
     model = DualEncoder.from_pretrained(args.model, device="cpu")
     folder = args.work / "stores" / args.name
@@ -125,7 +129,9 @@ def positives_of(dataset: BeirDataset) -> set[str]:
     return positives
 
 
-def write_part(whole: Path, folder: Path, model: DualEncoder, dataset: BeirDataset, names: Sequence[str]) -> None:
+def write_part(
+    whole: Path, folder: Path, model: DualEncoder, dataset: BeirDataset, names: Sequence[str]
+) -> None:
     """Write a store of some documents, with the embeddings that the whole store has."""
     documents = StoreDocuments(EmbeddingStore.open(whole))
 

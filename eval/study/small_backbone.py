@@ -31,6 +31,8 @@ if __name__ == "__main__":
     parser.add_argument("model", help="a folder or hub name of a BERT")
     parser.add_argument("output", help="a new folder")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden_size", type=int, help="fresh weights of this width, a multiple of 32")
+    parser.add_argument(
+        "--hidden_size", type=int, help="fresh weights of this width, a multiple of 32"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of fresh weights")
     print(small_backbone(**vars(parser.parse_args())))

@@ -51,7 +51,10 @@ def split_pairs(source: str, output: str, dev: float, test: float) -> dict[str, 
             raise DataError(f"{source}: its {name} part is empty; give it a larger share")
 
     with atomic_folder(output) as folder:
-        lines = (json.dumps({"query": query, "positive": passage}) + "\n" for _, query, passage in parts["train"])
+        lines = (
+            json.dumps({"query": query, "positive": passage}) + "\n"
+            for _, query, passage in parts["train"]
+        )
         (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
         held_out = {name: _write_beir(parts[name], folder / name) for name in ("dev", "test")}
     left_out = pairs_before - len(parts["train"]) - len(parts["test"])
@@ -99,7 +102,9 @@ def _pairs_of_part(source: Path, part: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def split_judgements(source: str, output: str, dev: float, by_query: bool = False) -> dict[str, int]:
+def split_judgements(
+    source: str, output: str, dev: float, by_query: bool = False
+) -> dict[str, int]:
     """Copy a BEIR folder to ``output``, its split `train` parted by document; returns counts of queries.
 
     A query with documents in both parts is asked in `dev` alone, whose documents `train` judges no more.
@@ -112,7 +117,11 @@ def split_judgements(source: str, output: str, dev: float, by_query: bool = Fals
         shutil.copytree(source, folder, dirs_exist_ok=True)
         header, *lines = (folder / "qrels" / "train.tsv").read_text(encoding="utf-8").splitlines()
         judged = [line.split("\t") for line in lines]
-        asked = {query for query, document, _ in judged if _place(query if by_query else document) >= 1 - dev}
+        asked = {
+            query
+            for query, document, _ in judged
+            if _place(query if by_query else document) >= 1 - dev
+        }
         held_out = set()
         if not by_query:
             held_out = {document for query, document, _ in judged if query in asked}
@@ -135,23 +144,41 @@ def _write_beir(pairs: list[Pair], folder: Path) -> int:
     """A BEIR folder with the split ``test``; returns how many queries it has."""
     (folder / "qrels").mkdir(parents=True)
     documents = {digest[:16]: passage for digest, _, passage in pairs}
-    queries = {query: f"q{number}" for number, query in enumerate(dict.fromkeys(query for _, query, _ in pairs))}
+    queries = {
+        query: f"q{number}"
+        for number, query in enumerate(dict.fromkeys(query for _, query, _ in pairs))
+    }
     judged = [f"{queries[query]}\t{digest[:16]}\t1" for digest, query, _ in dict.fromkeys(pairs)]
-    corpus = [json.dumps({"_id": name, "title": "", "text": text}) for name, text in documents.items()]
+    corpus = [
+        json.dumps({"_id": name, "title": "", "text": text}) for name, text in documents.items()
+    ]
     asked = [json.dumps({"_id": name, "text": text}) for text, name in queries.items()]
-    files = {"qrels/test.tsv": ["query-id\tcorpus-id\tscore", *judged], "corpus.jsonl": corpus, "queries.jsonl": asked}
+    files = {
+        "qrels/test.tsv": ["query-id\tcorpus-id\tscore", *judged],
+        "corpus.jsonl": corpus,
+        "queries.jsonl": asked,
+    }
     for name, lines in files.items():
         (folder / name).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return len(queries)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pairs", help="pairs in any format that `contaccum train` reads")
-    parser.add_argument("output", help="a new folder: train.jsonl, and dev and test as BEIR folders; or a BEIR folder")
+    parser.add_argument(
+        "output",
+        help="a new folder: train.jsonl, and dev and test as BEIR folders; or a BEIR folder",
+    )
     parser.add_argument("--dev", type=float, default=0.1, help="share of the passages")
-    parser.add_argument("--by_query", action="store_true", help="of a BEIR folder: hold out queries, not documents")
-    parser.add_argument("--whole_corpus", metavar="FOLDER", help="the same as one BEIR folder, over all passages")
+    parser.add_argument(
+        "--by_query", action="store_true", help="of a BEIR folder: hold out queries, not documents"
+    )
+    parser.add_argument(
+        "--whole_corpus", metavar="FOLDER", help="the same as one BEIR folder, over all passages"
+    )
     parser.add_argument("--test", type=float, default=0.1, help="share of the passages")
     options = parser.parse_args()
     try:
@@ -163,7 +190,9 @@ if __name__ == "__main__":
             split = split_pairs(options.pairs, options.output, options.dev, options.test)
             if options.whole_corpus:
                 write_whole_corpus(options.output, options.whole_corpus)
-        print(f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items()))
+        print(
+            f"{options.output}: " + ", ".join(f"{part} {count:,}" for part, count in split.items())
+        )
     except UserError as error:
         print(f"split_pairs: error: {error}", file=sys.stderr)
         sys.exit(2)

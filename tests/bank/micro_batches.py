@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from contaccum import BankedInfoNCE
 from torch import Tensor
+
+from contaccum import BankedInfoNCE
 
 
 def draw_embeddings(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contaccum import BankedInfoNCE
+from micro_batches import as_leaves, draw_embeddings
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from micro_batches import as_leaves, draw_embeddings
+from contaccum import BankedInfoNCE
 
 N, K, D = 8, 16, 32
 QUERIES, PASSAGES = 0, 1

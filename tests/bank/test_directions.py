@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from contaccum import BankedInfoNCE
+from dense_reference import relative_errors
+from micro_batches import as_leaves, draw_embeddings
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
-from dense_reference import relative_errors
-from micro_batches import as_leaves, draw_embeddings
+from contaccum import BankedInfoNCE
 
 BOTH_DIRECTIONS = ("query_to_doc", "doc_to_query")
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from contaccum import BankedInfoNCE
-from contaccum.bank.drift import PROBES, DriftProbe, RunningMean
+from dense_reference import DenseReference, relative_errors
+from micro_batches import as_leaves
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves
+from contaccum import BankedInfoNCE
+from contaccum.bank.drift import PROBES, DriftProbe, RunningMean
 
 D = 6
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dense_reference import DenseReference, relative_errors
+from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
+from torch import Tensor
+
 from contaccum import BankedInfoNCE
 from contaccum.bank.false_negatives import PositivesTable, is_same_text
 from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, Pairs
-from torch import Tensor
-
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
 
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 RULES = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, full_softmax_loss
 from torch import Tensor
+
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, full_softmax_loss
 
 
 def dense_loss(

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from contaccum import BankedInfoNCE
-from contaccum.bank.false_negatives import PositivesTable
-from contaccum.bank.logits import NO_ID
-from contaccum.errors import ConfigError
+from dense_reference import DenseReference, relative_errors
+from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
+from contaccum import BankedInfoNCE
+from contaccum.bank.false_negatives import PositivesTable
+from contaccum.bank.logits import NO_ID
+from contaccum.errors import ConfigError
 
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contaccum.bank.logits import MASKED, NO_ID, Pairs, masked_logits
 from torch import Tensor
+
+from contaccum.bank.logits import MASKED, NO_ID, Pairs, masked_logits
 
 N, WIDTH, D = 4, 3, 5
 

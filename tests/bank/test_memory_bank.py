@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from contaccum import MemoryBank
-from contaccum.bank.logits import NO_ID
+from micro_batches import draw_embeddings
 from torch import Tensor
 
-from micro_batches import draw_embeddings
+from contaccum import MemoryBank
+from contaccum.bank.logits import NO_ID
 
 
 def numbered_rows(n: int, start: int, d: int = 3) -> Tensor:

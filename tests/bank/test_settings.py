@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from contaccum import BankedInfoNCE
 from contaccum.bank.settings import LossSettings
 from contaccum.errors import ConfigError

@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from contaccum import BankedInfoNCE
 from torch import Tensor, nn
+
+from contaccum import BankedInfoNCE
 
 K, N, D = 3, 8, 16
 

@@ -32,7 +32,9 @@ def root(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     """A saved model with towers and prompts of its own, a BEIR folder, and its queries as DPR has them."""
     root = tmp_path_factory.mktemp("encode")
     settings = {"tied": False, "query_prompt": "who: ", "passage_prompt": "text: ", "device": "cpu"}
-    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer, passage_max_length=24, **settings)
+    model = DualEncoder.from_backbone(
+        tiny_config, tokenizer=tiny_tokenizer, passage_max_length=24, **settings
+    )
     model.save_pretrained(str(root / "model"))
     documents = {p.id: (p.title, p.text) for p in PASSAGES}
     write_beir(root / "beir", documents, {f"q{n}": text for n, text in enumerate(QUERIES)}, [])
@@ -45,8 +47,18 @@ def model(root) -> DualEncoder:
     return DualEncoder.from_pretrained(str(root / "model"), device="cpu")
 
 
-def encode(root: Path, output: Path, *options: object, corpus: str = "beir/corpus.jsonl", expect: int = 0) -> None:
-    words = ["encode", root / "model", "--corpus", root / corpus, "--output", output, "--no_progress"]
+def encode(
+    root: Path, output: Path, *options: object, corpus: str = "beir/corpus.jsonl", expect: int = 0
+) -> None:
+    words = [
+        "encode",
+        root / "model",
+        "--corpus",
+        root / corpus,
+        "--output",
+        output,
+        "--no_progress",
+    ]
     words += ["--device", "cpu", "--shard_size", 16, *options]
     assert main([str(word) for word in words]) == expect
 
@@ -61,12 +73,18 @@ def whole(root) -> Path:
 def test_passages_are_encoded_as_documents_and_the_record_says_how(whole, model):
     store = EmbeddingStore.open(whole)
     assert store.ids(range(45)) == [p.id for p in PASSAGES]
-    np.testing.assert_allclose(store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5)
+    np.testing.assert_allclose(
+        store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5
+    )
     about = store.about
     assert about["model"] == model_fingerprint(model, "document")
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
     assert about["tokenisation"] == tokenisation_fingerprint(model, "document")
-    assert (about["similarity"], about["kind"], about["precision"]) == ("dot", "document", "float32")
+    assert (about["similarity"], about["kind"], about["precision"]) == (
+        "dot",
+        "document",
+        "float32",
+    )
     assert about["versions"]["torch"]
 
 
@@ -93,9 +111,23 @@ def test_precision_and_dtype_are_separate_choices(root, whole, tmp_path):
 
 @pytest.mark.long
 def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
-    words = ["encode", root / "model", "--corpus", root / "beir" / "corpus.jsonl", "--output", tmp_path / "s"]
+    words = [
+        "encode",
+        root / "model",
+        "--corpus",
+        root / "beir" / "corpus.jsonl",
+        "--output",
+        tmp_path / "s",
+    ]
     words += ["--no_progress", "--shard_size", "16"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     command += ["-m", "contaccum.cli", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -127,8 +159,12 @@ def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, mo
         (["--output", "WHOLE", "--passage_max_length", 20], "another tokenisation ("),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_written(root, whole, tmp_path, options, told, capsys):
+def test_mistakes_are_refused_before_anything_is_written(
+    root, whole, tmp_path, options, told, capsys
+):
     before = contents(whole)
-    encode(root, tmp_path / "s", *(whole if word == "WHOLE" else word for word in options), expect=2)
+    encode(
+        root, tmp_path / "s", *(whole if word == "WHOLE" else word for word in options), expect=2
+    )
     assert told in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "s").exists() and contents(whole) == before

@@ -21,7 +21,16 @@ def mine(*arguments: object) -> int:
 
 def test_the_report_names_what_the_negatives_came_from(tiny_model_path, pairs, tmp_path, capsys):
     output = tmp_path / "new" / "hard.jsonl"
-    arguments = ["--num_negatives", 2, "--relative_margin", 0.0, "--range_max", 30, "--device", "cpu"]
+    arguments = [
+        "--num_negatives",
+        2,
+        "--relative_margin",
+        0.0,
+        "--range_max",
+        30,
+        "--device",
+        "cpu",
+    ]
     assert mine(tiny_model_path, "--data", pairs, "--output", output, *arguments) == 0
     record = json.loads(Path(f"{output}.report.json").read_text())
     out = capsys.readouterr().out
@@ -35,7 +44,9 @@ def test_the_report_names_what_the_negatives_came_from(tiny_model_path, pairs, t
 def test_bm25_mines_without_a_model(tmp_path):
     output = tmp_path / "hard.jsonl"
     arguments = ["--method", "bm25", "--num_negatives", 2, "--output_format", "tevatron"]
-    assert mine("--data", write_beir_to_mine(tmp_path / "beir"), "--output", output, *arguments) == 0
+    assert (
+        mine("--data", write_beir_to_mine(tmp_path / "beir"), "--output", output, *arguments) == 0
+    )
     record = json.loads(Path(f"{output}.report.json").read_text())
     assert record["settings"]["method"] == "bm25" and record["model"]["fingerprint"] is None
     assert len(output.read_text().splitlines()) == 10
@@ -44,9 +55,17 @@ def test_bm25_mines_without_a_model(tmp_path):
 def test_a_set_of_ids_is_mined_in_the_corpus_that_has_their_texts(tiny_model_path, pairs, tmp_path):
     rows = read_lines(pairs)
     texts = list(dict.fromkeys(row["positive"] for row in rows))
-    write_lines(tmp_path / "corpus.jsonl", [{"id": f"d{i}", "text": text} for i, text in enumerate(texts)])
-    ids = [{"query": row["query"], "positive_document_ids": [f"d{texts.index(row['positive'])}"]} for row in rows]
-    source = {"path": str(write_lines(tmp_path / "ids.jsonl", ids)), "corpus": str(tmp_path / "corpus.jsonl")}
+    write_lines(
+        tmp_path / "corpus.jsonl", [{"id": f"d{i}", "text": text} for i, text in enumerate(texts)]
+    )
+    ids = [
+        {"query": row["query"], "positive_document_ids": [f"d{texts.index(row['positive'])}"]}
+        for row in rows
+    ]
+    source = {
+        "path": str(write_lines(tmp_path / "ids.jsonl", ids)),
+        "corpus": str(tmp_path / "corpus.jsonl"),
+    }
     outputs = [tmp_path / "of_ids.jsonl", tmp_path / "of_texts.jsonl"]
     for data, output in zip((json.dumps(source), pairs), outputs, strict=True):
         assert mine(tiny_model_path, "--data", data, "--output", output, "--device", "cpu") == 0
@@ -54,16 +73,27 @@ def test_a_set_of_ids_is_mined_in_the_corpus_that_has_their_texts(tiny_model_pat
 
 
 MISTAKES = {
-    "rules that leave nothing": (["MODEL", "--range_min", "5", "--range_max", "6"], "raise it to 8"),
-    "a margin without its model": (["MODEL", "--cross_encoder_margin", "3"], "needs a cross_encoder"),
+    "rules that leave nothing": (
+        ["MODEL", "--range_min", "5", "--range_max", "6"],
+        "raise it to 8",
+    ),
+    "a margin without its model": (
+        ["MODEL", "--cross_encoder_margin", "3"],
+        "needs a cross_encoder",
+    ),
     "bm25 with a model": (["MODEL", "--method", "bm25"], "leave it out"),
-    "no cross-encoder": (["MODEL", "--cross_encoder", "MODEL"], "not a cross-encoder that was trained to give a pair"),
+    "no cross-encoder": (
+        ["MODEL", "--cross_encoder", "MODEL"],
+        "not a cross-encoder that was trained to give a pair",
+    ),
     "no such device": (["MODEL", "--device", "cuda:99"], "cuda:99"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_exit_code_2_and_no_file(mistake, tiny_model_path, pairs, tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_one_line_exit_code_2_and_no_file(
+    mistake, tiny_model_path, pairs, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     more, message = MISTAKES[mistake]
     more = [tiny_model_path if word == "MODEL" else word for word in more]

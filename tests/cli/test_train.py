@@ -20,21 +20,40 @@ from contaccum.training.log import CollapseWatch
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(places, train, tmp_path, capsys):
+def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
+    places, train, tmp_path, capsys
+):
     output = tmp_path / "out"
     assert train(output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
-    assert {"modules.json", "run.json", "train_log.jsonl"} <= {path.name for path in output.iterdir()}
+    assert {"modules.json", "run.json", "train_log.jsonl"} <= {
+        path.name for path in output.iterdir()
+    }
     assert not list(output.rglob("training_args.bin"))
     assert train(output) == 2 and f"{output}: a finished run lies there" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [*range(1, 7)]
     # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
     assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1) == 0
-    assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(str(output))
-    assert train(tmp_path / "again", model=output, resume_from_checkpoint="auto") == 2  # there is no checkpoint
-    assert train(tmp_path / "again", model=output, guide=output, guide_margin=0.1, overwrite_output_dir="true") == 0
-    assert all(0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl"))
+    assert json.loads((tmp_path / "again" / "run.json").read_text())["model"]["guide"].startswith(
+        str(output)
+    )
+    assert (
+        train(tmp_path / "again", model=output, resume_from_checkpoint="auto") == 2
+    )  # there is no checkpoint
+    assert (
+        train(
+            tmp_path / "again",
+            model=output,
+            guide=output,
+            guide_margin=0.1,
+            overwrite_output_dir="true",
+        )
+        == 0
+    )
+    assert all(
+        0 < line["masked"] <= 1 for line in read_lines(tmp_path / "again" / "train_log.jsonl")
+    )
 
 
 def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, capsys):
@@ -47,8 +66,15 @@ def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, 
     assert f"{output}: an unfinished run lies there, with checkpoint-2" in error
     assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
     removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
-    assert train(output, **removed) == 2 and "it would remove that checkpoint" in capsys.readouterr().err
-    both = {"overwrite_output_dir": "true", "resume_from_checkpoint": "auto", "model": "nowhere/at/all"}
+    assert (
+        train(output, **removed) == 2
+        and "it would remove that checkpoint" in capsys.readouterr().err
+    )
+    both = {
+        "overwrite_output_dir": "true",
+        "resume_from_checkpoint": "auto",
+        "model": "nowhere/at/all",
+    }
     assert train(output, **both) == 2
     assert "overwrite_output_dir=true with resume_from_checkpoint=auto" in capsys.readouterr().err
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
@@ -68,8 +94,12 @@ def test_auto_starts_a_run_again_that_was_to_replace_a_finished_one(train, tmp_p
     assert train(output, seed=2) == 2  # the model of the first run still lies there
     assert train(output, seed=2, resume_from_checkpoint="auto") == 0
     record = json.loads((output / "run.json").read_text())
-    assert (record["seed"], record["finished"]) == (2, True) and record["run_id"] != finished["run_id"]
-    assert train(output, seed=2, resume_from_checkpoint="auto") == 2  # a finished run, without a checkpoint
+    assert (record["seed"], record["finished"]) == (2, True) and record["run_id"] != finished[
+        "run_id"
+    ]
+    assert (
+        train(output, seed=2, resume_from_checkpoint="auto") == 2
+    )  # a finished run, without a checkpoint
 
 
 def killed(*_: object, **__: object) -> None:
@@ -77,8 +107,17 @@ def killed(*_: object, **__: object) -> None:
 
 
 def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
-    evaluated = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "steps", "eval_steps": 2}
-    evaluated |= {"eval_corpus_size": 6, "early_stopping_patience": 5, "metric_for_best_model": "Recall@1"}
+    evaluated = {
+        "eval_data": places / "beir",
+        "eval_split": "test",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
+    evaluated |= {
+        "eval_corpus_size": 6,
+        "early_stopping_patience": 5,
+        "metric_for_best_model": "Recall@1",
+    }
     assert train(tmp_path / "run", save_strategy="best", **evaluated) == 0
     lines = read_lines(tmp_path / "run" / "eval_log.jsonl")
     assert [line["update"] for line in lines] == [2, 3] and 0 <= lines[0]["eval_recall@1"] <= 1
@@ -88,7 +127,9 @@ def test_it_evaluates_and_records_on_what(places, train, tmp_path, capsys):
     assert "dev" in capsys.readouterr().err
 
 
-def test_the_first_process_of_a_host_fetches_and_reads_before_the_others(places, train, tmp_path, monkeypatch):
+def test_the_first_process_of_a_host_fetches_and_reads_before_the_others(
+    places, train, tmp_path, monkeypatch
+):
     from contaccum.training import config
     from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -124,12 +165,17 @@ def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(train, tmp_path, mo
         ({"model": "nowhere/at/all"}, "nowhere/at/all"),
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
         ({"resume_from_checkpoint": "{places}"}, "no checkpoint to resume from"),
-        ({"distill": "kl", "num_hard_negatives": 1, "model": "nowhere"}, "pairs.jsonl:1: no teacher scores: distill"),
+        (
+            {"distill": "kl", "num_hard_negatives": 1, "model": "nowhere"},
+            "pairs.jsonl:1: no teacher scores: distill",
+        ),
     ],
 )
 def test_mistakes_give_one_line_and_exit_code_2(places, train, keys, message, tmp_path, capsys):
     assert train(tmp_path / "o", **{k: str(v).format(places=places) for k, v in keys.items()}) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("contaccum: error")
+    ]
     assert len(lines) == 1 and message in lines[0]
 
 
@@ -144,7 +190,9 @@ def test_a_bad_record_stops_before_a_model_is_loaded_or_is_counted(places, train
 
 
 def test_the_example_of_several_sets_trains(places, train, tmp_path, monkeypatch, capsys):
-    (section,) = re.findall(r"^## Several sets\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        r"^## Several sets\n(.*?)^## ", (DOCS / "data.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     queries, passages = sentences(20, 1), sentences(60, 2, 9)
     rows = [{"query": q, "positive": passages[i]} for i, q in enumerate(queries)]
     mined = [{**row, "negatives": passages[20 + 2 * i : 22 + 2 * i]} for i, row in enumerate(rows)]
@@ -154,17 +202,32 @@ def test_the_example_of_several_sets_trains(places, train, tmp_path, monkeypatch
     (tmp_path / "faq.csv").write_text("frage,antwort\n" + "".join(lines))
     (tmp_path / "example.yaml").write_text(re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0])
     monkeypatch.chdir(tmp_path)
-    assert train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, capsys.readouterr().err
+    assert train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2) == 0, (
+        capsys.readouterr().err
+    )
     data = json.loads(Path("out/run.json").read_text())["data"]
-    assert {name: one["rows"] for name, one in data["sets"].items()} == {"pairs": 20, "faq": 20, "mined": 20}
+    assert {name: one["rows"] for name, one in data["sets"].items()} == {
+        "pairs": 20,
+        "faq": 20,
+        "mined": 20,
+    }
 
 
 def test_it_distils_what_was_mined_with_a_teacher(train, tmp_path):
     texts = [sentences(20, i) for i in range(4)]
-    rows = [{"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]} for q, p, *n in zip(*texts, strict=True)]
-    keys = {"train_data": write_lines(tmp_path / "scored.jsonl", rows), "num_hard_negatives": 2, "max_steps": 2}
+    rows = [
+        {"query": q, "positive": p, "negatives": n, "scores": [3, 1, 0.5]}
+        for q, p, *n in zip(*texts, strict=True)
+    ]
+    keys = {
+        "train_data": write_lines(tmp_path / "scored.jsonl", rows),
+        "num_hard_negatives": 2,
+        "max_steps": 2,
+    }
     assert train(tmp_path / "out", **keys, distill="kl") == 0
-    assert all(line["distill_loss"] > 0 for line in read_lines(tmp_path / "out" / "train_log.jsonl"))
+    assert all(
+        line["distill_loss"] > 0 for line in read_lines(tmp_path / "out" / "train_log.jsonl")
+    )
 
 
 @pytest.mark.long
@@ -172,15 +235,39 @@ def test_under_torchrun_data_is_read_once_and_only_rank_0_speaks(places, train, 
     """By the line of docs/scaling.md for one host."""
     page = (DOCS / "scaling.md").read_text()
     (line,) = re.findall(r"^    torchrun (.*--nproc_per_node.*) CONFIG.yaml$", page, re.MULTILINE)
-    keys = {"model": places / "backbone", "train_data": places / "pairs.jsonl", "output_dir": tmp_path / "run"}
+    keys = {
+        "model": places / "backbone",
+        "train_data": places / "pairs.jsonl",
+        "output_dir": tmp_path / "run",
+    }
     keys = {key: str(path) for key, path in keys.items()}
-    keys |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "bank_size": 16, "use_cpu": True}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(keys | {"num_train_epochs": 1, "disable_tqdm": True}))
+    keys |= {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "bank_size": 16,
+        "use_cpu": True,
+    }
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(keys | {"num_train_epochs": 1, "disable_tqdm": True})
+    )
     environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", *line.replace("node 8", "node 2").split()]
-    done = subprocess.run([*command, str(tmp_path / "config.yaml")], env=environment, capture_output=True, text=True)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(DOCS.parent), os.environ.get("PYTHONPATH", "")]
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *line.replace("node 8", "node 2").split(),
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path / "config.yaml")], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for said in ("saved ", "24 "):
         assert sum(said in printed for printed in done.stdout.splitlines()) == 1, said
-    assert [line["update"] for line in read_lines(tmp_path / "run" / "train_log.jsonl")] == [1, 2, 3]
+    assert [line["update"] for line in read_lines(tmp_path / "run" / "train_log.jsonl")] == [
+        1,
+        2,
+        3,
+    ]

@@ -17,5 +17,7 @@ def place(tmp_path_factory) -> Path:
 def tokens(place, tiny_model_path) -> list[str]:
     """Options of a run that takes a second: 43 pairs, n=4, K=3, two epochs of 4 updates."""
     settings = f"model={tiny_model_path} train_data={place / 'pairs.jsonl'} num_train_epochs=2 learning_rate=1e-3"
-    settings += " per_device_train_batch_size=4 gradient_accumulation_steps=3 bank_size=20 use_cpu=true"
+    settings += (
+        " per_device_train_batch_size=4 gradient_accumulation_steps=3 bank_size=20 use_cpu=true"
+    )
     return [f"--{setting}" for setting in settings.split()]

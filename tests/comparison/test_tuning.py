@@ -51,14 +51,21 @@ def test_of_two_equal_values_the_smaller_is_taken_and_the_ladder_goes_down_once(
 
 @pytest.fixture
 def plan(tokens) -> Plan:
-    methods, variants, grid = ["grad_accum", "contaccum"], [["slow", "learning_rate=1e-5"]], ["bank_size=8,16"]
+    methods, variants, grid = (
+        ["grad_accum", "contaccum"],
+        [["slow", "learning_rate=1e-5"]],
+        ["bank_size=8,16"],
+    )
     return make_plan(read_options([], tokens), methods, variants, grid, [0, 1], "grad_accum")
 
 
 def scored(*scores: float) -> dict[str, Any]:
     """A result of made-up scores of queries."""
     mean = sum(scores) / len(scores)
-    return {"metrics": {"NDCG@10": mean}, "per_query": {f"q{i}": {"NDCG@10": x} for i, x in enumerate(scores)}}
+    return {
+        "metrics": {"NDCG@10": mean},
+        "per_query": {f"q{i}": {"NDCG@10": x} for i, x in enumerate(scores)},
+    }
 
 
 def made_up(asked: list[set[str]], best: dict[str, float]) -> Any:
@@ -89,7 +96,9 @@ def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan):
     assert asked[1] == {f"{name}_learning_rate-0.0005" for name in names[1:]}
     scores, failed = found.scores, found.failed
     assert list(scores["grad_accum"]) == ["1e-3", "2e-3", "1"] and scores["grad_accum"]["1"] is None
-    assert scores["contaccum_bank_size-8"]["0.0005"] == pytest.approx(1.5 - 1e-4)  # seeds 1 and 3, two sets
+    assert scores["contaccum_bank_size-8"]["0.0005"] == pytest.approx(
+        1.5 - 1e-4
+    )  # seeds 1 and 3, two sets
     assert failed["tune/grad_accum_learning_rate-1_seed-3"] == "not finite" and len(failed) == 6
 
     groups = about_tuning(plan, ladder, found, [])["groups"]
@@ -98,7 +107,11 @@ def test_every_group_climbs_by_itself_all_in_the_same_rounds(plan):
     final = with_chosen(plan, ladder.key, chosen)
     slow = [f"slow_bank_size-{m}_learning_rate-1e-5" for m in (8, 16)]
     assert list(final.groups) == [
-        *("grad_accum_learning_rate-2e-3", *(f"{name}_learning_rate-0.0005" for name in names[1:]), *slow)
+        *(
+            "grad_accum_learning_rate-2e-3",
+            *(f"{name}_learning_rate-0.0005" for name in names[1:]),
+            *slow,
+        )
     ]
     rates = [group.parsed[2].learning_rate for group in final.groups.values()]
     assert rates == [2e-3, 5e-4, 5e-4, 1e-5, 1e-5] and list(final.seeds) == [0, 1]
@@ -114,8 +127,14 @@ def test_a_report_says_what_was_tried_and_warns_of_a_best_at_an_end(plan):
     ladder = read_ladder(plan, "learning_rate=1e-3,2e-3,1", 2.0, 4, None)
     found = climb(plan, ladder, made_up([], {"grad_accum": 2e-3, "contaccum": 1e-5}))
     tuning = about_tuning(plan, ladder, found, data)
-    final = with_chosen(plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()})
-    about = {"command": "", "settings": {"evaluation": {"queries": None, "corpus": None}}, "tuning": tuning}
+    final = with_chosen(
+        plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()}
+    )
+    about = {
+        "command": "",
+        "settings": {"evaluation": {"queries": None, "corpus": None}},
+        "tuning": tuning,
+    }
     report = build_report(final, {}, found.failed, {**about, "data": {"evaluation": data}})
     cells = "bank_size=8: 0.0005 of 4; bank_size=16: 0.0005 of 4"
     at_end = f"contaccum: its best learning_rate is at an end of the values tried ({cells})"
@@ -123,10 +142,18 @@ def test_a_report_says_what_was_tried_and_warns_of_a_best_at_an_end(plan):
     assert report["warnings"] == [at_end, no_test]
     lines = markdown(report).splitlines()
     assert "| method | bank_size | 0.0005 | 1e-3 | 2e-3 | 1 | chosen and lowest |" in lines
-    assert "| grad_accum |  |  | 0.4990 | **0.5000** | failed | +0.0010 (+0.0010 to +0.0010) |" in lines
-    assert "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | failed | +0.0015 (+0.0015 to +0.0015) |" in lines
+    assert (
+        "| grad_accum |  |  | 0.4990 | **0.5000** | failed | +0.0010 (+0.0010 to +0.0010) |"
+        in lines
+    )
+    assert (
+        "| contaccum | 8 | **0.4995** | 0.4990 | 0.4980 | failed | +0.0015 (+0.0015 to +0.0015) |"
+        in lines
+    )
     (panel,) = comparison_panels(Source("comparison", "c", report))
-    assert panel.log_x and panel.lines["grad_accum, learning_rate=2e-3"] == [[(1e-3, 0.499), (2e-3, 0.5)]]
+    assert panel.log_x and panel.lines["grad_accum, learning_rate=2e-3"] == [
+        [(1e-3, 0.499), (2e-3, 0.5)]
+    ]
     assert panel.lines["slow, bank_size=8, learning_rate=1e-5"] == []
 
 
@@ -147,7 +174,9 @@ def test_a_report_warns_where_dev_data_decide_nothing(plan):
     worst = tuning["groups"]["grad_accum"]["worst"]
     assert (worst["value"], worst["difference"]) == ("2e-3", pytest.approx(0.1))
     assert worst["low"] < 0 < worst["high"]
-    final = with_chosen(plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()})
+    final = with_chosen(
+        plan, ladder.key, {name: of["chosen"] for name, of in tuning["groups"].items()}
+    )
     report = build_report(final, {}, {}, {"tuning": tuning, "data": {"evaluation": []}})
     told = [line for line in report["warnings"] if "do not tell its best learning_rate" in line]
     assert len(told) == 2  # each method, with its cells
@@ -189,7 +218,15 @@ def test_each_method_is_tuned_on_dev_then_run_at_its_best_and_nothing_is_done_tw
     judged.with_name("dev.tsv").write_text("\n".join(lines[:3]) + "\n")
     judged.unlink()  # so that a tuning run that looked for it would fail
     out = tmp_path / "out"
-    arguments = ["compare", *tokens, "--eval_data", str(place / "beir"), f"--output_dir={out}", "--seeds", "3"]
+    arguments = [
+        "compare",
+        *tokens,
+        "--eval_data",
+        str(place / "beir"),
+        f"--output_dir={out}",
+        "--seeds",
+        "3",
+    ]
     arguments += ["--methods", "grad_accum", "contaccum", "--tune", "learning_rate=1e-4,1e-3"]
     assert main(arguments) == 2
     assert "--tune_data: give BEIR folders" in capsys.readouterr().err and not out.exists()
@@ -199,16 +236,26 @@ def test_each_method_is_tuned_on_dev_then_run_at_its_best_and_nothing_is_done_tw
     report = json.loads((out / "report.json").read_text())
     for name, group in report["tuning"]["groups"].items():
         for value, score in group["scores"].items():
-            result = json.loads((out / "tune" / f"{name}_learning_rate-{value}_seed-3" / "result.json").read_text())
+            result = json.loads(
+                (out / "tune" / f"{name}_learning_rate-{value}_seed-3" / "result.json").read_text()
+            )
             assert result["evaluations"]["dev"]["metrics"]["NDCG@10"] == score
             assert list(result["evaluations"]) == ["dev"]
     rates = sorted(run["labels"]["learning_rate"] for run in report["runs"].values())
     assert rates == sorted(group["chosen"] for group in report["tuning"]["groups"].values())
 
     asked: list[str] = []
-    monkeypatch.setattr(comparison_run, "run_jobs", lambda jobs, *args: asked.extend(job["name"] for job in jobs) or {})
+    monkeypatch.setattr(
+        comparison_run,
+        "run_jobs",
+        lambda jobs, *args: asked.extend(job["name"] for job in jobs) or {},
+    )
     before = (out / "report.md").read_text()
     assert main(arguments) == 0 and asked == []
     assert (out / "report.md").read_text() == before
     page = build_page([out])
-    assert "nDCG@10 on dev by learning_rate" in page and ">0.001</text>" in page and "mathdefault" not in page
+    assert (
+        "nDCG@10 on dev by learning_rate" in page
+        and ">0.001</text>" in page
+        and "mathdefault" not in page
+    )

@@ -59,13 +59,26 @@ def dpr_records() -> list[dict[str, Any]]:
 
 
 def tevatron_records() -> list[dict[str, Any]]:
-    names = {"question": "query", "positive_ctxs": "positive_passages", "hard_negative_ctxs": "negative_passages"}
-    return [{names[name]: value for name, value in one.items() if name in names} for one in dpr_records()]
+    names = {
+        "question": "query",
+        "positive_ctxs": "positive_passages",
+        "hard_negative_ctxs": "negative_passages",
+    }
+    return [
+        {names[name]: value for name, value in one.items() if name in names}
+        for one in dpr_records()
+    ]
 
 
 def rows() -> list[dict[str, Any]]:
     return [
-        {"query": r.query, "title": title, "positive": text, "negative_1": r.negatives[0], "negative_2": r.negatives[1]}
+        {
+            "query": r.query,
+            "title": title,
+            "positive": text,
+            "negative_1": r.negatives[0],
+            "negative_2": r.negatives[1],
+        }
         for r, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
     ]
 
@@ -95,7 +108,10 @@ def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
 
 
 def put_beir(folder: Path) -> Path:
-    documents = {f"d{i}": (title or "", text) for i, (title, text) in enumerate(zip(TITLES, TEXTS, strict=True))}
+    documents = {
+        f"d{i}": (title or "", text)
+        for i, (title, text) in enumerate(zip(TITLES, TEXTS, strict=True))
+    }
     queries = {f"q{i}": record.query for i, record in enumerate(RECORDS)}
     return write_beir(folder, documents, queries, [(f"q{i}", f"d{i}", 1) for i in range(3)])
 

@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 
-from contaccum.data import PUBLIC_NAMES, RecordReport, default_split, load_beir_folder, load_training_data
+from contaccum.data import (
+    PUBLIC_NAMES,
+    RecordReport,
+    default_split,
+    load_beir_folder,
+    load_training_data,
+)
 from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
 from contaccum.errors import DataError
 
@@ -31,7 +37,14 @@ QUERIES = [
 QRELS = ["query-id\tcorpus-id\tscore", "q2\td1\t1", "q1\td2\t2", "q1\t3\t0"]
 
 
-def make(folder: Path, split: str = "test", ending: str = "", end: str = "\n", mark: str = "", **parts: Any) -> Path:
+def make(
+    folder: Path,
+    split: str = "test",
+    ending: str = "",
+    end: str = "\n",
+    mark: str = "",
+    **parts: Any,
+) -> Path:
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
     files = {"corpus.jsonl": "corpus", "queries.jsonl": "queries", f"qrels/{split}.tsv": "qrels"}
     for name, part in files.items():
@@ -66,13 +79,22 @@ def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path):
         "queries": [QUERIES[0].replace("first", "other"), *QUERIES[1:]],
         "qrels": [*QRELS[:3], "q1\t3\t1"],
     }
-    others = {load_beir_folder(make(tmp_path / part, **{part: lines})).fingerprint for part, lines in changes.items()}
+    others = {
+        load_beir_folder(make(tmp_path / part, **{part: lines})).fingerprint
+        for part, lines in changes.items()
+    }
     assert len(others | {plain.fingerprint}) == 4
 
 
 CASES = [
     ("corpus", "corpus.jsonl", CORPUS, '{"_id": 1.5, "text": "t"}', "_id is not text"),
-    ("corpus", "corpus.jsonl", CORPUS, '{"_id": "3", "text": "again, once as an integer"}', "duplicate _id"),
+    (
+        "corpus",
+        "corpus.jsonl",
+        CORPUS,
+        '{"_id": "3", "text": "again, once as an integer"}',
+        "duplicate _id",
+    ),
     ("corpus", "corpus.jsonl", CORPUS, '{"_id": "d9", "title": "no text"}', "missing text"),
     ("queries", "queries.jsonl", QUERIES, '{"_id": "q9", "text": " \\n"}', "empty text"),
     ("qrels", "qrels/test.tsv", QRELS, "q1 0 d1 1", "not 3 columns"),
@@ -100,7 +122,9 @@ def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, name, l
 
 def test_empty_documents_are_kept_for_evaluation_and_left_out_of_training(tmp_path):
     qrels = [QRELS[0], "q1\td1\t1", "q1\td9\t1"]
-    folder = make(tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'], qrels=qrels)
+    folder = make(
+        tmp_path, corpus=[*CORPUS, '{"_id": "d9", "title": " ", "text": ""}'], qrels=qrels
+    )
     assert load_beir_folder(folder).corpus["d9"] == {"title": " ", "text": ""}
     data = load_training_data(folder, split="test")
     assert len(data.dataset) == 1 and data.report.by_reason == {"empty document": 1}
@@ -115,7 +139,9 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path):
         load_beir_folder(tmp_path / "nothing")
     for part in ("corpus", "queries", "qrels"):
         with pytest.raises(DataError, match=f"{part}.*: no records left to use; .* 2 left out"):
-            load_beir_folder(make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip")
+            load_beir_folder(
+                make(tmp_path / part, **{part: ["bad", "worse"]}), on_bad_record="skip"
+            )
 
 
 def test_shipped_scifact_is_the_published_one(tmp_path):
@@ -135,7 +161,11 @@ def test_shipped_scifact_is_the_published_one(tmp_path):
 def archive(*names: str) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as packed:
-        for name, lines in (("corpus.jsonl", CORPUS), ("queries.jsonl", QUERIES), ("qrels/test.tsv", QRELS)):
+        for name, lines in (
+            ("corpus.jsonl", CORPUS),
+            ("queries.jsonl", QUERIES),
+            ("qrels/test.tsv", QRELS),
+        ):
             packed.writestr(f"fiqa/{name}", "\n".join(lines))
         for name in names:
             packed.writestr(name, "x")
@@ -154,7 +184,9 @@ def server(monkeypatch, tmp_path) -> dict[str, Any]:
         return io.BytesIO(state["content"])
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name, timeout: state["hub"][name])
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info", lambda self, name, timeout: state["hub"][name]
+    )
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return state
@@ -164,8 +196,14 @@ def test_a_name_is_fetched_once_and_a_folder_is_used_as_it_is(tmp_path, server, 
     monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
     folder = resolve_beir_data("fiqa")
     assert folder == tmp_path / "cache" / "beir" / "fiqa" and resolve_beir_data("fiqa") == folder
-    assert sorted(path.name for path in folder.iterdir()) == ["corpus.jsonl", "qrels", "queries.jsonl"]
-    assert server["urls"] == ["https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/fiqa.zip"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "corpus.jsonl",
+        "qrels",
+        "queries.jsonl",
+    ]
+    assert server["urls"] == [
+        "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/fiqa.zip"
+    ]
     make(tmp_path / "nfcorpus")
     assert resolve_beir_data("nfcorpus") == Path("nfcorpus") and len(server["urls"]) == 1
     with pytest.raises(DataError, match="no split 'dev'; it has: test"):
@@ -179,13 +217,19 @@ def test_two_processes_may_fetch_the_same_set_at_once(tmp_path, server, monkeypa
 
     def interleaved(url: str, timeout: float) -> Any:
         monkeypatch.setattr("urllib.request.urlopen", fetch)
-        inodes.append(resolve_beir_data("fiqa").stat().st_ino)  # another process, while this one has begun
+        inodes.append(
+            resolve_beir_data("fiqa").stat().st_ino
+        )  # another process, while this one has begun
         return fetch(url, timeout=timeout)
 
     monkeypatch.setattr("urllib.request.urlopen", interleaved)
     folder = resolve_beir_data("fiqa")
     assert [folder.stat().st_ino] == inodes  # that of the other, who may be reading in it
-    assert sorted(path.name for path in folder.iterdir()) == ["corpus.jsonl", "qrels", "queries.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "corpus.jsonl",
+        "qrels",
+        "queries.jsonl",
+    ]
     assert [path.name for path in folder.parent.iterdir()] == ["fiqa"]
 
 
@@ -201,16 +245,37 @@ def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatc
     server["content"] = archive("../outside", "fiqa/../../outside", "/outside", "C:\\outside")
     monkeypatch.setitem(ARCHIVE_MD5, "fiqa", hashlib.md5(server["content"]).hexdigest())
     inside, found = resolve_beir_data("fiqa"), list(tmp_path.rglob("*outside*"))
-    assert found and all(path.is_relative_to(inside) for path in found) and not Path("/outside").exists()
+    assert (
+        found
+        and all(path.is_relative_to(inside) for path in found)
+        and not Path("/outside").exists()
+    )
 
 
 def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server):
     assert len(PUBLIC_NAMES) == 15
-    assert [default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == ["dev", "dev", "test"]
-    for wrong, right in (("scifct", "scifact"), ("Trec-Covid", "trec-covid"), ("data/nfcorpsu", "nfcorpus")):
-        with pytest.raises(DataError, match=f"'{wrong}': neither a folder nor .*did you mean '{right}'"):
+    assert [default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == [
+        "dev",
+        "dev",
+        "test",
+    ]
+    for wrong, right in (
+        ("scifct", "scifact"),
+        ("Trec-Covid", "trec-covid"),
+        ("data/nfcorpsu", "nfcorpus"),
+    ):
+        with pytest.raises(
+            DataError, match=f"'{wrong}': neither a folder nor .*did you mean '{right}'"
+        ):
             resolve_beir_data(wrong)
-    for nonsense in ("zzzz", "x" * 5000, "../msmarco/", "robust04", "cqadupstack", "scifact/android"):
+    for nonsense in (
+        "zzzz",
+        "x" * 5000,
+        "../msmarco/",
+        "robust04",
+        "cqadupstack",
+        "scifact/android",
+    ):
         with pytest.raises(DataError, match="neither a folder nor the name"):
             resolve_beir_data(nonsense)
     assert server["urls"] == []
@@ -228,9 +293,13 @@ class Item(SimpleNamespace):
 
 
 @pytest.mark.parametrize("name", ["mteb/fiqa", "BeIR/fiqa", "ir_datasets:beir/fiqa/test"])
-def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(tmp_path, server, monkeypatch, name):
+def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(
+    tmp_path, server, monkeypatch, name
+):
     texts = {"corpus": [json.loads(x) for x in CORPUS], "queries": [json.loads(x) for x in QUERIES]}
-    judged = [dict(zip(("query-id", "corpus-id", "score"), x.split("\t"), strict=True)) for x in QRELS[1:]]
+    judged = [
+        dict(zip(("query-id", "corpus-id", "score"), x.split("\t"), strict=True)) for x in QRELS[1:]
+    ]
     asked = []
 
     def load_dataset(*given: str, split: str | None = None) -> Any:
@@ -240,8 +309,14 @@ def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(tmp_path, s
 
     docs = [Item(doc_id=x["_id"], title=x["title"], text=x["text"]) for x in texts["corpus"]]
     queries = [Item(query_id=x["_id"], text=x["text"]) for x in texts["queries"]]
-    qrels = [Item(query_id=x["query-id"], doc_id=x["corpus-id"], relevance=x["score"]) for x in judged]
-    iters = {"docs_iter": lambda: docs, "queries_iter": lambda: queries, "qrels_iter": lambda: qrels}
+    qrels = [
+        Item(query_id=x["query-id"], doc_id=x["corpus-id"], relevance=x["score"]) for x in judged
+    ]
+    iters = {
+        "docs_iter": lambda: docs,
+        "queries_iter": lambda: queries,
+        "qrels_iter": lambda: qrels,
+    }
     library = SimpleNamespace(load={"beir/fiqa/test": SimpleNamespace(**iters)}.__getitem__)
     monkeypatch.setitem(sys.modules, "ir_datasets", library)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
@@ -250,10 +325,16 @@ def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(tmp_path, s
     server["hub"][name] = None
     folder = resolve_beir_data(name, default_split(name))
     data, expected = load_beir_folder(folder), load_beir_folder(make(tmp_path / "same"))
-    assert data.fingerprint == expected.fingerprint and data.name == {"ir": "beir-fiqa-test"}.get(name[:2], "fiqa")
-    assert asked[:1] == {"mt": [("mteb/fiqa", "default")], "Be": [("BeIR/fiqa-qrels",)]}.get(name[:2], [])
+    assert data.fingerprint == expected.fingerprint and data.name == {"ir": "beir-fiqa-test"}.get(
+        name[:2], "fiqa"
+    )
+    assert asked[:1] == {"mt": [("mteb/fiqa", "default")], "Be": [("BeIR/fiqa-qrels",)]}.get(
+        name[:2], []
+    )
     monkeypatch.setattr("datasets.load_dataset", None)
     monkeypatch.setitem(sys.modules, "ir_datasets", None)
     assert resolve_beir_data(name) == folder
-    with pytest.raises(DataError, match="pip install .*ir_datasets" if name[:2] == "ir" else "nor a set on the hub"):
+    with pytest.raises(
+        DataError, match="pip install .*ir_datasets" if name[:2] == "ir" else "nor a set on the hub"
+    ):
         resolve_beir_data(f"{name}2")

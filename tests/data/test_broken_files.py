@@ -10,7 +10,17 @@ from typing import Any
 
 import hypothesis
 import pytest
-from data_files import delimited, dpr_records, lines, put, put_beir, put_msmarco, rows, tevatron_records, text_triples
+from data_files import (
+    delimited,
+    dpr_records,
+    lines,
+    put,
+    put_beir,
+    put_msmarco,
+    rows,
+    tevatron_records,
+    text_triples,
+)
 from hypothesis import strategies as st
 
 from contaccum.data import RecordReport, load_training_data, read_records
@@ -20,8 +30,12 @@ JSONL = lines(rows()).encode()
 FIRST, REST = JSONL.split(b"\n", 1)
 CSV = delimited(",", end="\n")
 DPR = json.dumps(dpr_records())
-NOISE = random.Random(0)  # what does not compress, so that half a gzip file is about half of its content
-MANY = b"".join(FIRST.replace(b"first", NOISE.randbytes(12).hex().encode()) + b"\n" for _ in range(50))
+NOISE = random.Random(
+    0
+)  # what does not compress, so that half a gzip file is about half of its content
+MANY = b"".join(
+    FIRST.replace(b"first", NOISE.randbytes(12).hex().encode()) + b"\n" for _ in range(50)
+)
 
 # Each case writes its files and returns the source; the line that is expected under "stop" (a regular expression; None:
 # it is read whole); under "skip" (rows, records reported; -1: some), or None where nothing can be used; and settings.
@@ -29,7 +43,9 @@ Case = tuple[Callable[[Path], Path], str | None, tuple[int, int] | None, dict[st
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, make: Any, stop: str | None, skip: tuple[int, int] | None, **settings: Any) -> None:
+def case(
+    name: str, make: Any, stop: str | None, skip: tuple[int, int] | None, **settings: Any
+) -> None:
     assert name not in CASES
     CASES[name] = make, stop, skip, settings
 
@@ -43,14 +59,18 @@ def unpacked(name: str, content: bytes) -> Callable[[Path], Path]:
     return lambda folder: put(folder / "bytes", content).rename(folder / name)
 
 
-def jsonl(name: str, bad: str | bytes, reason: str, skip: tuple[int, int] = (3, 1), **settings: Any) -> None:
+def jsonl(
+    name: str, bad: str | bytes, reason: str, skip: tuple[int, int] = (3, 1), **settings: Any
+) -> None:
     """A bad second line among three sound records."""
     line = bad.encode() if isinstance(bad, str) else bad
     content = FIRST + b"\n" + line + b"\n" + REST
     case(name, file("a.jsonl", content), rf"a\.jsonl:2: {reason}", skip, **settings)
 
 
-def changed(put_folder: Any, part: str, content: str | bytes, append: bool = False) -> Callable[[Path], Path]:
+def changed(
+    put_folder: Any, part: str, content: str | bytes, append: bool = False
+) -> Callable[[Path], Path]:
     """A folder of which one file is replaced, or appended to."""
 
     def make(folder: Path) -> Path:
@@ -64,17 +84,36 @@ def changed(put_folder: Any, part: str, content: str | bytes, append: bool = Fal
 
 # Nothing there, or something else than data
 case("missing file", lambda folder: folder / "none.jsonl", r"none\.jsonl: no such file", None)
-case("directory without data", lambda folder: folder, r": a folder without any of corpus\.jsonl", None)
+case(
+    "directory without data",
+    lambda folder: folder,
+    r": a folder without any of corpus\.jsonl",
+    None,
+)
 case("empty file", file("a.jsonl.gz", b""), r"a\.jsonl\.gz: is empty", None)
 case("empty array", file("dpr.json", b"[]"), r"dpr\.json: no records left to use; 0 records", None)
 
 # Compression and characters
 HALF = gzip.compress(MANY, mtime=0)
-case("truncated gz", unpacked("a.jsonl.gz", HALF[: len(HALF) // 2]), r"gz:\d+: the file breaks off", (-1, 1))
+case(
+    "truncated gz",
+    unpacked("a.jsonl.gz", HALF[: len(HALF) // 2]),
+    r"gz:\d+: the file breaks off",
+    (-1, 1),
+)
 case("not gz but named so", unpacked("a.jsonl.gz", JSONL), None, (3, 0))
 jsonl("latin-1 bytes", '{"query": "Käse", "positive": "p"}'.encode("latin-1"), "not UTF-8 text")
-jsonl("half a surrogate pair", '{"query": "q", "positive": "\\ud800"}', "positive is not valid Unicode")
-case("latin-1 csv", file("a.csv", CSV.encode() + b"K\xe4se,,b,c,d\n"), r"a\.csv:5: query is not valid", (3, 1))
+jsonl(
+    "half a surrogate pair",
+    '{"query": "q", "positive": "\\ud800"}',
+    "positive is not valid Unicode",
+)
+case(
+    "latin-1 csv",
+    file("a.csv", CSV.encode() + b"K\xe4se,,b,c,d\n"),
+    r"a\.csv:5: query is not valid",
+    (3, 1),
+)
 
 # JSON
 jsonl("broken JSON", '{"query": "q"', "broken JSON")
@@ -82,41 +121,100 @@ case("array cut short", file("dpr.json", DPR[:-90]), r"dpr\.json:3: broken JSON"
 
 # What a record must have
 jsonl("empty query", '{"query": " ", "positive": "p"}', "empty query")
-jsonl("no positive", '{"query": "q", "text": "another field than in the record before"}', "missing positive")
+jsonl(
+    "no positive",
+    '{"query": "q", "text": "another field than in the record before"}',
+    "missing positive",
+)
 jsonl("number for a title", '{"query": "q", "positive": "p", "title": 3}', "title is not text")
-case("unknown fields", file("a.jsonl", '{"q": "x", "p": "y"}\n'), r":1: missing query: .*'q, p'.*--data_columns", None)
+case(
+    "unknown fields",
+    file("a.jsonl", '{"q": "x", "p": "y"}\n'),
+    r":1: missing query: .*'q, p'.*--data_columns",
+    None,
+)
 bad = lines([*tevatron_records(), {**tevatron_records()[0], "positive_passages": []}])
-case("no positives in tevatron", file("a.jsonl", bad), r"a\.jsonl:4: empty positive_passages", (3, 1))
+case(
+    "no positives in tevatron", file("a.jsonl", bad), r"a\.jsonl:4: empty positive_passages", (3, 1)
+)
 
 # Tables
-case("csv row too long", file("a.csv", CSV + "q,,one, two,,\n"), r":5: wrong number of columns: found 6 where", (3, 1))
-case("csv quote left open", file("a.csv", 'query,positive\nq,"open\nr,p\n'), r":2: broken quoting", None)
-case("triples, two columns", file("t.tsv", text_triples() + "q\tp\n"), r"t\.tsv:4: not 3 columns: found 2", (3, 1))
-case("triples of ids", file("qidpidtriples.tsv", "1\t2\t3\n"), r"\.tsv:1: ids where texts are expected", None)
+case(
+    "csv row too long",
+    file("a.csv", CSV + "q,,one, two,,\n"),
+    r":5: wrong number of columns: found 6 where",
+    (3, 1),
+)
+case(
+    "csv quote left open",
+    file("a.csv", 'query,positive\nq,"open\nr,p\n'),
+    r":2: broken quoting",
+    None,
+)
+case(
+    "triples, two columns",
+    file("t.tsv", text_triples() + "q\tp\n"),
+    r"t\.tsv:4: not 3 columns: found 2",
+    (3, 1),
+)
+case(
+    "triples of ids",
+    file("qidpidtriples.tsv", "1\t2\t3\n"),
+    r"\.tsv:1: ids where texts are expected",
+    None,
+)
 
 # Folders whose files name each other's records
 case("beir, score", changed(put_beir, "qrels/train.tsv", "q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
-case("beir, no match", changed(put_beir, "qrels/train.tsv", "q0\td0\t0\n"), r"f: no training pairs left to use", None)
+case(
+    "beir, no match",
+    changed(put_beir, "qrels/train.tsv", "q0\td0\t0\n"),
+    r"f: no training pairs left to use",
+    None,
+)
 unknown = changed(put_msmarco, "qrels.train.tsv", "999\t0\t1\t1\n", append=True)
-case("msmarco, no query", unknown, r"qrels\.train\.tsv:4: unknown id in queries\.train\.tsv: '999'", (3, 1))
+case(
+    "msmarco, no query",
+    unknown,
+    r"qrels\.train\.tsv:4: unknown id in queries\.train\.tsv: '999'",
+    (3, 1),
+)
 latin = changed(put_msmarco, "collection.tsv", b"77\tK\xe4se\n", append=True)
 case("msmarco, latin-1", latin, r"collection\.tsv:10: not UTF-8 text", (3, 1))
 triple = changed(put_msmarco, "qidpidtriples.train.full.2.tsv", "9\t0\t10\n", append=True)
-case("msmarco, triple", triple, r"2\.tsv:7: unknown id in queries\.train\.tsv: '9'", (3, 1), num_hard_negatives=1)
+case(
+    "msmarco, triple",
+    triple,
+    r"2\.tsv:7: unknown id in queries\.train\.tsv: '9'",
+    (3, 1),
+    num_hard_negatives=1,
+)
 twice = changed(put_msmarco, "collection.tsv", "1\ta\n1\tb\n")
 case("msmarco, id twice", twice, r"collection\.tsv: id '1': UNIQUE", None)
-case("msmarco, no split", lambda f: put_msmarco(f / "m"), r"qrels\.dev\.tsv: no such file", None, split="dev")
+case(
+    "msmarco, no split",
+    lambda f: put_msmarco(f / "m"),
+    r"qrels\.dev\.tsv: no such file",
+    None,
+    split="dev",
+)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_counted(tmp_path, name):
+def test_one_line_names_file_line_and_reason_or_the_rest_is_used_and_every_loss_counted(
+    tmp_path, name
+):
     make, stop, skip, settings = CASES[name]
     source = make(tmp_path)
     if stop is not None:
         with pytest.raises(DataError, match=stop) as caught:
             load_training_data(source, **settings)
         message = str(caught.value)
-        assert message.isprintable() and len(message) < 800 + 2 * len(str(source)) and message.startswith(str(source))
+        assert (
+            message.isprintable()
+            and len(message) < 800 + 2 * len(str(source))
+            and message.startswith(str(source))
+        )
     if skip is None:
         with pytest.raises(DataError):
             load_training_data(source, on_bad_record="skip", **settings)
@@ -137,7 +235,9 @@ FILES = {
     "dpr": json.dumps(dpr_records(), indent=1, ensure_ascii=False).encode(),
 }
 # Pieces that are half right hurt more than noise does.
-PIECES = b'{ } [ ] , " \n \r\n \t \xff \xef\xbb\xbf NaN null \\ \\ud800 1e999 {} [] \x00 \x85 q1\td1\t1\n'.split(b" ")
+PIECES = b'{ } [ ] , " \n \r\n \t \xff \xef\xbb\xbf NaN null \\ \\ud800 1e999 {} [] \x00 \x85 q1\td1\t1\n'.split(
+    b" "
+)
 
 
 @st.composite

@@ -36,15 +36,22 @@ def reads(monkeypatch) -> list[str]:
     return seen
 
 
-ROWS = [{"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]} for i in range(9)]
+ROWS = [
+    {"query": f"q{i}", "positives": [f"p{i}", "p"], "negatives": list("abcd")[: i % 4]}
+    for i in range(9)
+]
 
 
 def test_a_second_run_opens_what_the_first_one_stored(tmp_path, folder, reads):
     path = put_lines(tmp_path / "a.jsonl", *ROWS, end="broken\n")
-    first, second = (load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2))
+    first, second = (
+        load_training_data(path, num_hard_negatives=2, on_bad_record="skip") for _ in range(2)
+    )
     assert len(reads) == 9
     assert first.fingerprint == second.fingerprint and first.report == second.report
-    assert "1 broken JSON" in second.report.summary() and list(first.dataset) == list(second.dataset)
+    assert "1 broken JSON" in second.report.summary() and list(first.dataset) == list(
+        second.dataset
+    )
 
 
 def test_texts_are_stored_once_whatever_is_taken_of_them(tmp_path, folder, reads):
@@ -74,7 +81,9 @@ def test_a_source_that_changed_is_read_again(tmp_path, folder):
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
 
-def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(tmp_path, folder, monkeypatch):
+def test_what_was_not_opened_for_thirty_days_is_removed_when_something_is_stored(
+    tmp_path, folder, monkeypatch
+):
     paths = [put_lines(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(4)]
 
     def age(entry: Path, days: float) -> None:
@@ -122,9 +131,15 @@ print(load_training_data(sys.argv[1]).fingerprint)
 
 @pytest.mark.slow
 def test_two_processes_that_start_at_once_share_one_entry(tmp_path, folder):
-    path = put_lines(tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)])
+    path = put_lines(
+        tmp_path / "a.jsonl", *[{"query": f"q{i}", "positive": f"p{i}"} for i in range(50)]
+    )
     started = [
-        subprocess.Popen([sys.executable, "-c", TWO, path, tmp_path, str(number)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, path, tmp_path, str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for number in range(2)
     ]
     while len(list(tmp_path.glob("ready-*"))) < 2:
@@ -170,8 +185,13 @@ print(len(data.dataset), anonymous() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_memory_grows_by_few_bytes_for_each_pair(tmp_path, folder):
     records = [{"query": f"question {i}", "positive": f"passage {i} " * 30} for i in range(60_000)]
-    small, large = put_lines(tmp_path / "small.jsonl", *records[:2_000]), put_lines(tmp_path / "large.jsonl", *records)
+    small, large = (
+        put_lines(tmp_path / "small.jsonl", *records[:2_000]),
+        put_lines(tmp_path / "large.jsonl", *records),
+    )
     command = [sys.executable, "-c", MEMORY, str(small), str(large)]
-    rows, grown = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    rows, grown = map(
+        int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    )
     # The texts alone take 400 bytes for each.
     assert rows == 60_000 and grown / rows < 150, f"{grown / rows:.0f} bytes for each pair"

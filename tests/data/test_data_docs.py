@@ -15,14 +15,20 @@ DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-
 
 def example(begins: str) -> str:
     """The indented block after the paragraph that begins so."""
-    (text,) = re.findall(rf"^{re.escape(begins)}.*?\n\n((?:    [^\n]*\n)+)", DOCS, re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(
+        rf"^{re.escape(begins)}.*?\n\n((?:    [^\n]*\n)+)", DOCS, re.MULTILINE | re.DOTALL
+    )
     return re.sub("^    ", "", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("begins", "data_format", "first"),
     [
-        ("**`msmarco`**, a file", "msmarco", Record("what is rain", ["Water that falls."], ["Snow is frozen."])),
+        (
+            "**`msmarco`**, a file",
+            "msmarco",
+            Record("what is rain", ["Water that falls."], ["Snow is frozen."]),
+        ),
         ("**`dpr`**", "dpr", Record("what is rain", ["Rain Water."], ["Snow Frozen."])),
         ("**`tevatron`**", "tevatron", Record("what is rain", ["Rain Water."], [])),
         ("**`pairs`", "pairs", Record("what is rain", ["Water that falls."], [])),

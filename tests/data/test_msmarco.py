@@ -11,7 +11,9 @@ def test_the_triples_of_the_split_go_to_their_queries_and_every_line_is_counted(
     assert found == RECORDS
     # 9 passages, 4 queries, 3 judgements, 6 triples
     assert report.seen == report.used == 22
-    assert read(folder, num_negatives=1)[0] == [r._replace(negatives=r.negatives[:1]) for r in RECORDS]
+    assert read(folder, num_negatives=1)[0] == [
+        r._replace(negatives=r.negatives[:1]) for r in RECORDS
+    ]
     assert read(folder, num_negatives=0)[1].seen == 16
 
 

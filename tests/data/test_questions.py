@@ -9,7 +9,11 @@ from data_files import put
 from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.errors import DataError
 
-PASSAGES = [Passage("1", "Title", 'one "quoted" text'), Passage("2", "", "ä second"), Passage("x3", "t", "third")]
+PASSAGES = [
+    Passage("1", "Title", 'one "quoted" text'),
+    Passage("2", "", "ä second"),
+    Passage("x3", "t", "third"),
+]
 
 
 def read(path: Path, on_bad_record: str = "stop") -> list[Passage]:
@@ -22,7 +26,9 @@ def read(path: Path, on_bad_record: str = "stop") -> list[Passage]:
 def test_every_form_gives_the_same_passages(tmp_path):
     records = [{"_id": p.id, "title": p.title, "text": p.text} for p in PASSAGES]
     jsonl = "".join(json.dumps(record) + "\n" for record in records)
-    rows = "".join(f'{p.id}\t"{p.text.replace(chr(34), chr(34) * 2)}"\t{p.title}\n' for p in PASSAGES)
+    rows = "".join(
+        f'{p.id}\t"{p.text.replace(chr(34), chr(34) * 2)}"\t{p.title}\n' for p in PASSAGES
+    )
     put(tmp_path / "beir" / "corpus.jsonl.gz", jsonl)
     for path in (
         tmp_path / "beir",
@@ -37,7 +43,9 @@ def test_every_form_gives_the_same_passages(tmp_path):
 def test_two_columns_are_taken_as_they_are_quotes_included(tmp_path):
     path = put(tmp_path / "collection.tsv", '0\t"The text" and "more\n7\tsecond\n')
     assert read(path) == [Passage("0", "", '"The text" and "more'), Passage("7", "", "second")]
-    assert read(put(tmp_path / "header.tsv", "pid\tpassage\n0\ttext\n")) == [Passage("0", "", "text")]
+    assert read(put(tmp_path / "header.tsv", "pid\tpassage\n0\ttext\n")) == [
+        Passage("0", "", "text")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,10 @@ def test_every_form_gives_the_same_questions(name, tmp_path):
     questions = load_questions(put(tmp_path / name, FORMS[name]))
     assert list(questions.texts) == list(questions.answers) == ["question-1", "question-2"]
     assert list(zip(questions.texts.values(), questions.answers.values(), strict=True)) == EXPECTED
-    assert questions.fingerprint == load_questions(put(tmp_path / "a.csv", FORMS["a.qa.csv"])).fingerprint
+    assert (
+        questions.fingerprint
+        == load_questions(put(tmp_path / "a.csv", FORMS["a.qa.csv"])).fingerprint
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,27 @@ from itertools import product
 from typing import Any
 
 import pytest
-from data_files import RECORDS, WRITERS, dpr_records, lines, peak_of_reading, put, put_parquet, put_saved, read, rows
+from data_files import (
+    RECORDS,
+    WRITERS,
+    dpr_records,
+    lines,
+    peak_of_reading,
+    put,
+    put_parquet,
+    put_saved,
+    read,
+    rows,
+)
 
-from contaccum.data import Record, RecordReport, load_training_data, parse_columns, read_records, sniff_format
+from contaccum.data import (
+    Record,
+    RecordReport,
+    load_training_data,
+    parse_columns,
+    read_records,
+    sniff_format,
+)
 from contaccum.data.dataset import parse_training_sets
 from contaccum.data.readers import FIELDS
 from contaccum.data.records import csv_rows
@@ -35,9 +53,13 @@ def test_gzip_byte_order_mark_and_line_ends_change_nothing(tmp_path, name, mark,
 
 
 def test_every_usual_field_name_is_understood_and_others_are_ignored(tmp_path):
-    for query, positive in product(FIELDS["query"], {*FIELDS["positive"]} - {"positive_document_ids"}):
+    for query, positive in product(
+        FIELDS["query"], {*FIELDS["positive"]} - {"positive_document_ids"}
+    ):
         record = {"id": 7, query: "q", "title": "T", positive: "p", "score": 0.5}
-        assert read(put(tmp_path / "a.jsonl", lines([record])), min_score=0.5)[0] == [Record("q", ["T p"], [])]
+        assert read(put(tmp_path / "a.jsonl", lines([record])), min_score=0.5)[0] == [
+            Record("q", ["T p"], [])
+        ]
 
 
 NEGATIVES: list[tuple[dict[str, Any], list[str]]] = [
@@ -54,16 +76,24 @@ NEGATIVES: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("fields", "expected"), NEGATIVES)
 def test_negatives_are_found_under_every_name_and_none_is_hidden(tmp_path, fields, expected):
     record = {"query": "q", "positives": ["p1", "p2"], **fields}
-    assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [Record("q", ["p1", "p2"], expected)]
+    assert read(put(tmp_path / "a.jsonl", lines([record])))[0] == [
+        Record("q", ["p1", "p2"], expected)
+    ]
 
 
 def test_records_of_one_file_may_have_different_fields_and_a_mapping_names_them(tmp_path):
-    records = [{"q": "a", "p": "x"}, {"q": "b", "p": "x", "heading": "T"}, {"p": "x", "hard": ["n"], "q": "c"}]
+    records = [
+        {"q": "a", "p": "x"},
+        {"q": "b", "p": "x", "heading": "T"},
+        {"p": "x", "hard": ["n"], "q": "c"},
+    ]
     path = put(tmp_path / "a.jsonl", lines(records))
     columns = parse_columns(["query=q", "positive=p", "negatives=hard", "title=heading"])
     found = read(path, columns=columns)[0]
     assert found == [Record("a", ["x"], []), Record("b", ["T x"], []), Record("c", ["x"], ["n"])]
-    with pytest.raises(DataError, match=r"a\.jsonl:1: missing positive: its fields are .*--data_columns"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: missing positive: its fields are .*--data_columns"
+    ):
         read(path, columns={"query": "q", "positive": "pp"})
 
 
@@ -95,7 +125,10 @@ def test_dpr_without_hard_negatives_falls_back_on_the_random_ones(tmp_path):
 def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_the_start(tmp_path):
     path = put(tmp_path / "a.csv", 'query,positive\nq1,"a, ""b""\n\nc"\n\nq2,\nq3,"d"\n')
     report = RecordReport("skip")
-    assert list(read_records(path, report=report)) == [Record("q1", ['a, "b"\n\nc'], []), Record("q3", ["d"], [])]
+    assert list(read_records(path, report=report)) == [
+        Record("q1", ['a, "b"\n\nc'], []),
+        Record("q3", ["d"], []),
+    ]
     assert report.first == f"{path}:6" and report.by_reason == {"missing positive": 1}
 
 
@@ -131,10 +164,15 @@ def test_a_column_name_that_occurs_twice_is_refused_with_its_line(tmp_path):
 
 
 def test_parquet_rows_have_numbers_across_row_groups_and_lists_are_all_read(tmp_path):
-    records = [{"query": f"q{i}", "pos": ["p", "p2"], "neg": [{"title": "T", "text": "n"}]} for i in range(7)]
+    records = [
+        {"query": f"q{i}", "pos": ["p", "p2"], "neg": [{"title": "T", "text": "n"}]}
+        for i in range(7)
+    ]
     records[5]["pos"] = ["p", None]
     report = RecordReport("skip")
-    found = list(read_records(put_parquet(tmp_path / "a.parquet", records, row_group_size=2), report=report))
+    found = list(
+        read_records(put_parquet(tmp_path / "a.parquet", records, row_group_size=2), report=report)
+    )
     assert found[0] == Record("q0", ["p", "p2"], ["T n"]) and len(found) == 6
     assert report.first == f"{tmp_path / 'a.parquet'}:6" and report.by_reason == {"missing pos": 1}
 
@@ -146,14 +184,22 @@ def test_saved_datasets_give_the_split_and_lists_that_arrow_keeps_as_an_object(t
     both.save_to_disk(str(tmp_path / "both"))
     assert sniff_format(tmp_path / "both") == "hub" and read(tmp_path / "both")[0] == RECORDS
     assert read(tmp_path / "both", split="dev")[0] == RECORDS[:1]
-    with pytest.raises(DataError, match="both: as a Hugging Face dataset with split 'test' it cannot be loaded"):
+    with pytest.raises(
+        DataError, match="both: as a Hugging Face dataset with split 'test' it cannot be loaded"
+    ):
         read(tmp_path / "both", split="test")
-    record = {"question": "q", "context": "c", "answers": {"text": ["a1", "a2"], "answer_start": [0, 1]}}
+    record = {
+        "question": "q",
+        "context": "c",
+        "answers": {"text": ["a1", "a2"], "answer_start": [0, 1]},
+    }
     path = put_saved(tmp_path / "squad", [record])
     assert read(path, columns={"positive": "answers"})[0] == [Record("q", ["a1", "a2"], [])]
 
 
-@pytest.mark.parametrize(("source", "name", "config"), [("owner/set", "owner/set", None), ("set:part", "set", "part")])
+@pytest.mark.parametrize(
+    ("source", "name", "config"), [("owner/set", "owner/set", None), ("set:part", "set", "part")]
+)
 def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, name, config):
     calls: list[Any] = []
 
@@ -171,14 +217,26 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
         raise ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
-    with pytest.raises(DataError, match=rf"^{source}: no such file or folder, .* it cannot be loaded: .*\['a', 'b'\]"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{source}: no such file or folder, .* it cannot be loaded: .*\['a', 'b'\]",
+    ):
         read(source)
 
 
 # What other trainers read
 
-CORPUS = [{"docid": "d1", "title": "T", "text": "p"}, {"docid": "d2", "text": "n"}, {"docid": 3, "text": "m"}]
-TEVATRON = {"query_id": "7", "query_text": "q", "positive_document_ids": ["d1"], "negative_document_ids": ["d2", "3"]}
+CORPUS = [
+    {"docid": "d1", "title": "T", "text": "p"},
+    {"docid": "d2", "text": "n"},
+    {"docid": 3, "text": "m"},
+]
+TEVATRON = {
+    "query_id": "7",
+    "query_text": "q",
+    "positive_document_ids": ["d1"],
+    "negative_document_ids": ["d2", "3"],
+}
 NEMO = {
     "question_id": "7",
     "question": "q",
@@ -191,10 +249,20 @@ NEMO = {
 @pytest.mark.parametrize("packing", ["jsonl", "parquet", "saved"])
 @pytest.mark.parametrize("name", ["tevatron", "nemo"])
 def test_ids_are_looked_up_in_a_corpus_of_any_kind(tmp_path, name, packing):
-    text = lines([TEVATRON]) if name == "tevatron" else json.dumps({"corpus": [{"path": "c"}], "data": [NEMO]})
+    text = (
+        lines([TEVATRON])
+        if name == "tevatron"
+        else json.dumps({"corpus": [{"path": "c"}], "data": [NEMO]})
+    )
     path = put(tmp_path / "train.json", text)
-    corpus = [{"docid": str(one["docid"]), "title": one.get("title"), "text": one["text"]} for one in CORPUS]
-    write = {"jsonl": lambda to: put(to, lines(CORPUS)), "parquet": lambda to: put_parquet(to, corpus)}
+    corpus = [
+        {"docid": str(one["docid"]), "title": one.get("title"), "text": one["text"]}
+        for one in CORPUS
+    ]
+    write = {
+        "jsonl": lambda to: put(to, lines(CORPUS)),
+        "parquet": lambda to: put_parquet(to, corpus),
+    }
     source = write.get(packing, lambda to: put_saved(to, corpus))(tmp_path / "corpus")
     assert sniff_format(path) == name
     assert read(path, corpus=source)[0] == [Record("q", ["T p"], ["n", "m"])]
@@ -216,7 +284,11 @@ def said(text: str, system: str = "s") -> list[dict[str, str]]:
 OTHERS: list[dict[str, Any]] = [
     {"query": "q", "pos_doc": "p", "neg_doc": ["m", "n"]},
     {"question": "q", "pos_doc": [{"text": "p"}], "neg_doc": [{"text": "m"}, "n"]},
-    {"messages": said("q"), "positive_messages": [said("p")], "negative_messages": [said("m"), said("n")]},
+    {
+        "messages": said("q"),
+        "positive_messages": [said("p")],
+        "negative_messages": [said("m"), said("n")],
+    },
     {"query": "q", "response": "p", "rejected_response": ["m", "n"]},
 ]
 

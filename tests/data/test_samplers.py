@@ -14,11 +14,16 @@ def rows(n: int, seed: int = 0, different: int | None = None) -> Dataset:
     """Queries, positives and negatives drawn from one pool of texts, and a label that is no text."""
     rng = np.random.default_rng(seed)
     pool = np.array([f"text {i}" for i in range(different or 4 * n)], dtype=object)
-    columns = {name: pool[rng.integers(0, len(pool), n)].tolist() for name in ("query", "positive", "negative")}
+    columns = {
+        name: pool[rng.integers(0, len(pool), n)].tolist()
+        for name in ("query", "positive", "negative")
+    }
     return Dataset.from_dict({**columns, "label": [1] * n})
 
 
-def made(name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3) -> Any:
+def made(
+    name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3
+) -> Any:
     return RESUMING[name](dataset, batch_size, drop_last, valid_label_columns=["label"], seed=seed)
 
 
@@ -33,7 +38,10 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(name)
         orders.append(list(one))
         assert orders[-1] == list(other) and len(orders[-1]) == len(one) == 26
         assert sorted(chain(*orders[-1])) == list(range(203))
-    assert len({str(order) for order in orders}) == 3 and list(made(name, dataset, seed=4)) != orders[1]
+    assert (
+        len({str(order) for order in orders}) == 3
+        and list(made(name, dataset, seed=4)) != orders[1]
+    )
     dropping = made(name, dataset, drop_last=True)
     assert {len(batch) for batch in dropping} == {8} and len(list(dropping)) == len(dropping) == 25
 

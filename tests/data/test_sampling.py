@@ -53,10 +53,16 @@ def test_a_row_gets_one_of_its_positives_and_different_negatives_of_its_own(data
 
 
 def test_samples_are_uniform_and_without_replacement():
-    selection, positives, negatives = Selection(H, "draw"), Counter[str](), Counter[tuple[str, ...]]()
+    selection, positives, negatives = (
+        Selection(H, "draw"),
+        Counter[str](),
+        Counter[tuple[str, ...]](),
+    )
     epochs = 6000
     for epoch in range(epochs):
-        positive, texts = selection.sample(np.random.default_rng([0, epoch, 0]), list("abcd"), list("uvwxyz"))
+        positive, texts = selection.sample(
+            np.random.default_rng([0, epoch, 0]), list("abcd"), list("uvwxyz")
+        )
         positives[positive] += 1
         negatives[tuple(sorted(texts))] += 1
     assert set(positives) == set("abcd") and set(negatives) == set(combinations("uvwxyz", H))
@@ -69,7 +75,11 @@ def test_samples_are_uniform_and_without_replacement():
 def test_a_sample_depends_on_seed_epoch_and_row_alone(data, tmp_path):
     first = rows(data, 1, 7)
     assert rows(data, 2, 7) != first != rows(data, 1, 8)
-    assert rows(load_training_data(tmp_path / "a.jsonl", num_hard_negatives=H), 1, 7) == first == rows(data, 1, 7)
+    assert (
+        rows(load_training_data(tmp_path / "a.jsonl", num_hard_negatives=H), 1, 7)
+        == first
+        == rows(data, 1, 7)
+    )
     order = np.random.default_rng(0).permutation(len(first)).tolist()
     assert list(data.dataset.select(order)) == [first[i] for i in order]
     assert data.dataset[[5, 3]]["negative_1"] == [first[i]["negative_1"] for i in (5, 3)]
@@ -90,13 +100,22 @@ def test_workers_see_the_epoch_while_they_live(data, start):
 def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data):
     longer = data.dataset.add_column("score", list(range(30)))
     assert longer[4]["score"] == 4 and longer[4]["query"] == "q4"
-    assert samplings_of(longer.remove_columns("score")) == samplings_of(copy.deepcopy(longer)) == [data.transform]
+    assert (
+        samplings_of(longer.remove_columns("score"))
+        == samplings_of(copy.deepcopy(longer))
+        == [data.transform]
+    )
     parts = DatasetDict({"a": data.dataset, "b": data.dataset.with_format(None)})
     assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
     data.transform.set_epoch(4, 2)
     assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
-    assert data.dataset.remove_columns("negative_2")[0].keys() == {"query", "positive", "negative_1", "label"}
+    assert data.dataset.remove_columns("negative_2")[0].keys() == {
+        "query",
+        "positive",
+        "negative_1",
+        "label",
+    }
     with pytest.raises(ConfigError, match="keep the names query and positive"):
         data.dataset.rename_column("query", "anchor")[0]
 
@@ -123,19 +142,30 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     data = load_training_data(path, num_hard_negatives=H, missing_negatives="drop")
     kept = [record["query"] for record in records() if len(record["negatives"]) >= H]
     assert [row["query"] for row in data.dataset] == kept
-    assert "30 records: 20 used, 10 left out (10 too few hard negatives; first: " in data.report.summary()
+    assert (
+        "30 records: 20 used, 10 left out (10 too few hard negatives; first: "
+        in data.report.summary()
+    )
     bare = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
-    with pytest.raises(DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl: num_hard_negatives=1, but no record has a negative \(mine"
+    ):
         load_training_data(bare, num_hard_negatives=1)
     assert len(load_training_data(bare, num_hard_negatives=1, negatives_to_come=True).dataset) == 1
 
 
 def test_positives_are_sampled_or_the_first_or_all_and_all_are_known(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *records())
-    drawn, first, every = (load_training_data(path, positives=kind) for kind in ("draw", "first", "all"))
+    drawn, first, every = (
+        load_training_data(path, positives=kind) for kind in ("draw", "first", "all")
+    )
     assert load_training_data(path).fingerprint == drawn.fingerprint
-    assert [row["positive"] for row in rows(first)] == [record["positives"][0] for record in records()]
-    expected = [(record["query"], positive) for record in records() for positive in record["positives"]]
+    assert [row["positive"] for row in rows(first)] == [
+        record["positives"][0] for record in records()
+    ]
+    expected = [
+        (record["query"], positive) for record in records() for positive in record["positives"]
+    ]
     assert [(row["query"], row["positive"]) for row in rows(every, 3)] == expected
     assert len({data.fingerprint for data in (drawn, first, every)}) == 3
     assert len(every.dataset) == 50 and every.report.used == 30
@@ -150,7 +180,11 @@ def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path):
 
     def seen(**settings: Any) -> set[str]:
         data = load_training_data(path, num_hard_negatives=H, **settings)
-        taken = [(row["negative_1"], row["negative_2"]) for epoch in range(60) for row in rows(data, epoch)]
+        taken = [
+            (row["negative_1"], row["negative_2"])
+            for epoch in range(60)
+            for row in rows(data, epoch)
+        ]
         assert all(a != b for a, b in taken)
         return {text for pair in taken for text in pair}
 
@@ -161,17 +195,29 @@ def test_negatives_come_from_as_many_as_asked_or_are_the_first(tmp_path):
 
 def test_the_fingerprint_is_of_all_that_is_sampled_from_and_of_nothing_else(tmp_path):
     base = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
-    others = [{**base, "positives": ["a", "c"]}, {**base, "negatives": ["x", "z"]}, {**base, "positives": ["b", "a"]}]
+    others = [
+        {**base, "positives": ["a", "c"]},
+        {**base, "negatives": ["x", "z"]},
+        {**base, "positives": ["b", "a"]},
+    ]
     paths = [put_lines(tmp_path / f"{i}.jsonl", record) for i, record in enumerate([base, *others])]
     assert len({load_training_data(path, num_hard_negatives=1).fingerprint for path in paths}) == 4
-    assert load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint  # no negative is used
+    assert (
+        load_training_data(paths[0]).fingerprint == load_training_data(paths[2]).fingerprint
+    )  # no negative is used
     taken = [{}, {"negatives_from": 1}, {"missing_negatives": "drop"}]
-    found = [load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint for options in taken]
+    found = [
+        load_training_data(paths[0], num_hard_negatives=1, **options).fingerprint
+        for options in taken
+    ]
     assert found[0] == found[2] != found[1]
 
 
 def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs():
-    listed = [{"query": f"q{i % 2}", "positive": f"p{i}", "negative_1": None if i else "n"} for i in range(4)]
+    listed = [
+        {"query": f"q{i % 2}", "positive": f"p{i}", "negative_1": None if i else "n"}
+        for i in range(4)
+    ]
     plain = Dataset.from_list(listed)
     dataset = with_row_numbers(plain)
     (found,) = samplings_of(dataset)

@@ -10,7 +10,9 @@ from contaccum.errors import ConfigError
 
 
 def load(*given: Any, **common: Any) -> TrainingSets:
-    return load_training_sets(parse_training_sets([x if isinstance(x, dict) else str(x) for x in given], common))
+    return load_training_sets(
+        parse_training_sets([x if isinstance(x, dict) else str(x) for x in given], common)
+    )
 
 
 def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common():
@@ -27,7 +29,10 @@ def test_a_set_is_said_in_paths_mappings_and_json_and_overrides_what_is_common()
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([{"path": "a", "colums": {}}], "a key of a set must be one of .*, got 'colums'; did you mean 'columns'"),
+        (
+            [{"path": "a", "colums": {}}],
+            "a key of a set must be one of .*, got 'colums'; did you mean 'columns'",
+        ),
         ([{"name": "a"}], "a set has a path"),
         (["{broken"], "train_data: '{broken': "),
         ([{"path": "a", "format": "xlsx"}], "train_data: .*: format must be one of"),
@@ -40,8 +45,12 @@ def test_what_cannot_be_said_of_a_set_is_refused(given, message):
 
 
 def test_sets_know_each_others_positives_and_bring_ids(tmp_path):
-    one = put_lines(tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"})
-    other = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"})
+    one = put_lines(
+        tmp_path / "a.jsonl", {"query": "q", "positive": "p"}, {"query": "r", "positive": "s"}
+    )
+    other = put_lines(
+        tmp_path / "b.jsonl", {"query": "q", "positive": "t"}, {"query": "u", "positive": "p"}
+    )
     sets = load(one, other)
     assert list(sets.dataset) == ["a", "b"]
     for part in sets.parts.values():

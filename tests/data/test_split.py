@@ -16,12 +16,26 @@ from contaccum.errors import ConfigError, DataError
 
 SHIPPED = Path(__file__).parents[2] / "contaccum" / "data" / "scifact"
 SIDES = ("train", "dev", "test")
-NOUNS = ("cell", "gene", "mouse", "virus", "protein", "tissue", "artery", "neuron", "tumour", "enzyme")
+NOUNS = (
+    "cell",
+    "gene",
+    "mouse",
+    "virus",
+    "protein",
+    "tissue",
+    "artery",
+    "neuron",
+    "tumour",
+    "enzyme",
+)
 VERBS = ("inhibits", "promotes", "regulates", "requires", "destroys", "expresses", "transports")
 
 
 def claim(generator: random.Random, words: int = 9) -> str:
-    return " ".join(generator.choice(NOUNS if i % 2 else VERBS) + str(generator.randrange(40)) for i in range(words))
+    return " ".join(
+        generator.choice(NOUNS if i % 2 else VERBS) + str(generator.randrange(40))
+        for i in range(words)
+    )
 
 
 def claims_with_repeats() -> list[dict[str, str]]:
@@ -31,7 +45,12 @@ def claims_with_repeats() -> list[dict[str, str]]:
     for query, judged in dataset.qrels.items():
         for name in judged:
             document = dataset.corpus[name]
-            records.append({"query": dataset.queries[query], "positive": f"{document['title']} {document['text']}"})
+            records.append(
+                {
+                    "query": dataset.queries[query],
+                    "positive": f"{document['title']} {document['text']}",
+                }
+            )
     generator = random.Random(1)
     for number, record in enumerate(generator.sample(records, len(records) // 6)):
         query = record["query"]
@@ -65,7 +84,9 @@ def texts_by_side(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     return sides
 
 
-def nearly_equal_across(sides: dict[str, tuple[list[str], list[str]]], kind: int) -> list[tuple[str, str]]:
+def nearly_equal_across(
+    sides: dict[str, tuple[list[str], list[str]]], kind: int
+) -> list[tuple[str, str]]:
     """Pairs of texts on two sides that have nine tenths of their words in common."""
     found = []
     for one, other in (("train", "dev"), ("train", "test"), ("dev", "test")):
@@ -119,12 +140,16 @@ def test_a_held_out_set_is_searched_among_other_passages_too(planted):
         dataset = load_beir_folder(folder / "split" / side, "test")
         relevant = {name for judged in dataset.qrels.values() for name in judged}
         assert len(dataset.corpus) > 3 * len(relevant)
-        assert len({document["text"].lower() for document in dataset.corpus.values()}) == len(dataset.corpus)
+        assert len({document["text"].lower() for document in dataset.corpus.values()}) == len(
+            dataset.corpus
+        )
 
 
 def pairs_of(count: int, seed: int = 0, **more: object) -> list[dict[str, object]]:
     generator = random.Random(seed)
-    return [{"query": claim(generator), "positive": claim(generator, 30), **more} for _ in range(count)]
+    return [
+        {"query": claim(generator), "positive": claim(generator, 30), **more} for _ in range(count)
+    ]
 
 
 def test_folds_have_no_test_query_in_common_and_all_of_them_have_every_query(tmp_path):
@@ -178,7 +203,9 @@ def test_hard_negatives_that_are_held_out_positives_are_left_out_with_their_scor
         record |= {"negatives": [following.upper(), f"never {number}"], "scores": [3.0, 2.0, 1.0]}
     split = split_data(Source(write_lines(tmp_path / "pairs.jsonl", records)), tmp_path / "split")
     rows = read_lines(tmp_path / "split" / "train.jsonl")
-    held_out = {text for side in ("dev", "test") for text in texts_by_side(tmp_path / "split")[side][1]}
+    held_out = {
+        text for side in ("dev", "test") for text in texts_by_side(tmp_path / "split")[side][1]
+    }
     held_out = {text.strip() for text in held_out}
     num_left_out = 0
     for row in rows:
@@ -191,19 +218,33 @@ def test_hard_negatives_that_are_held_out_positives_are_left_out_with_their_scor
 
 def test_a_corpus_is_the_haystack_and_its_copies_of_a_positive_are_relevant(tmp_path):
     records = pairs_of(40)
-    corpus = [{"_id": f"d{i}", "title": "", "text": record["positive"]} for i, record in enumerate(records[:30])]
-    corpus += [{"_id": f"copy{i}", "title": "", "text": record["positive"].title()} for i, record in enumerate(records)]
+    corpus = [
+        {"_id": f"d{i}", "title": "", "text": record["positive"]}
+        for i, record in enumerate(records[:30])
+    ]
+    corpus += [
+        {"_id": f"copy{i}", "title": "", "text": record["positive"].title()}
+        for i, record in enumerate(records)
+    ]
     corpus += [{"_id": "other", "title": "An", "text": "other one"}]
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
-    split = split_data(Source(pairs), tmp_path / "split", corpus=write_lines(tmp_path / "corpus.jsonl", corpus))
+    split = split_data(
+        Source(pairs), tmp_path / "split", corpus=write_lines(tmp_path / "corpus.jsonl", corpus)
+    )
     assert split.documents == {"train": split.train + 1, "dev": 71, "test": 71}
     dataset = load_beir_folder(tmp_path / "split" / "test", "test")
     assert dataset.corpus["other"] == {"title": "An", "text": "other one"}
     assert {len(judged) for judged in dataset.qrels.values()} <= {1, 2}
     assert 2 in {len(judged) for judged in dataset.qrels.values()}
-    alone = write_lines(tmp_path / "alone.jsonl", [{"_id": "1", "text": "nothing that is asked for"}])
+    alone = write_lines(
+        tmp_path / "alone.jsonl", [{"_id": "1", "text": "nothing that is asked for"}]
+    )
     split = split_data(Source(pairs), tmp_path / "alone", corpus=alone)
-    assert split.documents == {"train": 1 + split.train, "dev": 1 + split.dev, "test": 1 + split.test}
+    assert split.documents == {
+        "train": 1 + split.train,
+        "dev": 1 + split.dev,
+        "test": 1 + split.test,
+    }
 
 
 def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_left_out(tmp_path):
@@ -217,7 +258,10 @@ def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_lef
     (tmp_path / "test" / "qrels" / "test.tsv").rename(folder / "qrels" / "test.tsv")
     split = split_data(Source(folder), tmp_path / "split")
     assert (split.test, split.left_out, split.held_out_by) == (10, 1, "passage")
-    assert load_beir_folder(tmp_path / "split" / "test").qrels == load_beir_folder(folder, "test").qrels
+    assert (
+        load_beir_folder(tmp_path / "split" / "test").qrels
+        == load_beir_folder(folder, "test").qrels
+    )
     sides = texts_by_side(tmp_path / "split")
     assert queries["q3"] not in sides["train"][0] + sides["dev"][0]
     assert split.train + split.dev == 49
@@ -225,9 +269,13 @@ def test_a_beir_folder_keeps_its_test_set_and_what_hangs_together_with_it_is_lef
         split_data(Source(folder), tmp_path / "again", SplitSettings(test=0.1))
 
 
-def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir_folder_stay(tmp_path):
+def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir_folder_stay(
+    tmp_path,
+):
     pairs = write_lines(tmp_path / "pairs.jsonl", pairs_of(20))
-    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}])
+    corpus = write_lines(
+        tmp_path / "corpus.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}]
+    )
     report = RecordReport("skip")
     split_data(Source(pairs), tmp_path / "split", corpus=corpus, report=report)
     assert (report.seen, report.reported) == (22, 1)
@@ -246,7 +294,10 @@ def test_documents_that_cannot_be_used_are_counted_once_and_empty_ones_of_a_beir
 def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
     """SciFact's documents but for the positives of dev and test that no training claim has."""
     split = split_data(Source(SHIPPED), tmp_path / "split")
-    corpus = {folded(f"{row['title']} {row['text']}") for row in read_lines(tmp_path / "split" / "corpus.jsonl")}
+    corpus = {
+        folded(f"{row['title']} {row['text']}")
+        for row in read_lines(tmp_path / "split" / "corpus.jsonl")
+    }
     sides = texts_by_side(tmp_path / "split")
     training = {folded(text) for text in sides["train"][1]}
     held_out = {folded(text) for side in ("dev", "test") for text in sides[side][1]} - training

@@ -18,7 +18,13 @@ def passages(*texts: str, scores: tuple[float, ...]) -> list[dict[str, Any]]:
     return [{"text": text, "score": score} for text, score in zip(texts, scores, strict=True)]
 
 
-FLAG = {"query": "q", "pos": ["p", "o"], "neg": ["m", "n"], "pos_scores": [4, 3.5], "neg_scores": [1, -2.0]}
+FLAG = {
+    "query": "q",
+    "pos": ["p", "o"],
+    "neg": ["m", "n"],
+    "pos_scores": [4, 3.5],
+    "neg_scores": [1, -2.0],
+}
 SAME: list[dict[str, Any]] = [
     FLAG,
     {"query": "q", "positive": ["p", "o"], "negatives": ["m", "n"], "scores": [4, 3.5, 1, -2]},
@@ -38,7 +44,10 @@ SAME: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("record", SAME)
 def test_every_way_to_write_scores_is_read(tmp_path, record):
-    for path in (put_lines(tmp_path / "a.jsonl", record), put_parquet(tmp_path / "a.parquet", [record])):
+    for path in (
+        put_lines(tmp_path / "a.jsonl", record),
+        put_parquet(tmp_path / "a.parquet", [record]),
+    ):
         (found,) = read(path)[0]
         assert found == ("q", ["p", "o"], ["m", "n"], [4.0, 3.5, 1.0, -2.0])
 
@@ -46,7 +55,9 @@ def test_every_way_to_write_scores_is_read(tmp_path, record):
 def test_a_table_has_a_score_in_a_cell_and_a_mapping_names_them(tmp_path):
     table = "query,positive,negative,good,bad\nq,p,n,3,0.5\n"
     columns = {"positive_scores": "good", "negative_scores": "bad"}
-    assert read(put(tmp_path / "a.csv", table), columns=columns)[0] == [("q", ["p"], ["n"], [3.0, 0.5])]
+    assert read(put(tmp_path / "a.csv", table), columns=columns)[0] == [
+        ("q", ["p"], ["n"], [3.0, 0.5])
+    ]
 
 
 BROKEN = [
@@ -63,7 +74,9 @@ BROKEN = [
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_path, broken):
-    path = put_lines(tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"})
+    path = put_lines(
+        tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"}
+    )
     assert [record.scores is None for record in read(path)[0]] == [False, True, False]
     mend = r"contaccum mine --cross_encoder writes some.*--on_bad_record skip\)$"
     with pytest.raises(DataError, match=r"a\.jsonl:2: no teacher scores: .*" + mend):
@@ -79,8 +92,13 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
     score_of = {f"{kind}{i}_{k}": 10 * i + k + shift for i, k, (kind, shift) in places}
     records = []
     for i in range(9):
-        positives, negatives = ([f"{kind}{i}_{k}" for k in range(n)] for kind, n in (("p", 3 if ids else 1), ("n", 5)))
-        scores = {"pos_scores": [score_of[x] for x in positives], "neg_scores": [score_of[x] for x in negatives]}
+        positives, negatives = (
+            [f"{kind}{i}_{k}" for k in range(n)] for kind, n in (("p", 3 if ids else 1), ("n", 5))
+        )
+        scores = {
+            "pos_scores": [score_of[x] for x in positives],
+            "neg_scores": [score_of[x] for x in negatives],
+        }
         records.append({"query": f"q{i}", "pos": positives, "neg": negatives, **scores})
     path = put_lines(tmp_path / "a.jsonl", *records)
     data = load_training_data(path, num_hard_negatives=2, teacher_scores=True)
@@ -88,10 +106,17 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
     for epoch in range(5):
         data.transform.set_epoch(epoch, 3)
         rows = list(data.dataset)
-        texts = [[row[name] for name in ("query", "positive", "negative_1", "negative_2")] for row in rows]
+        texts = [
+            [row[name] for name in ("query", "positive", "negative_1", "negative_2")]
+            for row in rows
+        ]
         found, scores = split_labels(torch.tensor([row["label"] for row in rows]), 4)
-        assert scores is not None and scores.tolist() == [[score_of[text] for text in row[1:]] for row in texts]
-        assert (None if found is None else found.tolist()) == ([text_ids(x).tolist() for x in texts] if ids else None)
+        assert scores is not None and scores.tolist() == [
+            [score_of[text] for text in row[1:]] for row in texts
+        ]
+        assert (None if found is None else found.tolist()) == (
+            [text_ids(x).tolist() for x in texts] if ids else None
+        )
         drawn |= {text for row in texts for text in row[1:]}
     assert len(drawn) > 40
     narrow = data.dataset.remove_columns("negative_1")[0]
@@ -100,8 +125,16 @@ def test_each_passage_that_an_epoch_draws_has_its_own_score(tmp_path, ids):
 
 def test_a_negative_that_a_record_lists_twice_keeps_its_score(tmp_path):
     record = {"query": "q", "positive": "p", "negatives": ["n", "n"], "scores": [2, 1, 1]}
-    data = load_training_data(put_lines(tmp_path / "a.jsonl", record), num_hard_negatives=2, teacher_scores=True)
-    expected = {"query": "q", "positive": "p", "negative_1": "n", "negative_2": "n", "label": [2.0, 1.0, 1.0]}
+    data = load_training_data(
+        put_lines(tmp_path / "a.jsonl", record), num_hard_negatives=2, teacher_scores=True
+    )
+    expected = {
+        "query": "q",
+        "positive": "p",
+        "negative_1": "n",
+        "negative_2": "n",
+        "label": [2.0, 1.0, 1.0],
+    }
     assert list(data.dataset) == [expected]
 
 
@@ -127,21 +160,37 @@ def test_of_a_text_that_is_listed_twice_in_a_role_the_first_score_counts(tmp_pat
 def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
     paths = [put_lines(tmp_path / f"{i}.jsonl", {**FLAG, "neg_scores": [i, 0]}) for i in range(2)]
     for used, count in ((True, 2), (False, 1)):
-        data = [load_training_data(path, num_hard_negatives=2, teacher_scores=used) for path in paths]
+        data = [
+            load_training_data(path, num_hard_negatives=2, teacher_scores=used) for path in paths
+        ]
         assert len({one.fingerprint for one in data}) == count
 
 
 def test_scores_that_nobody_asked_for_are_said_of_their_set(tmp_path):
     names = {"with": FLAG, "without": {"query": "q", "positive": "p", "negative": "n", "score": 3}}
-    sets = {name: {"path": put_lines(tmp_path / f"{name}.jsonl", record)} for name, record in names.items()}
+    sets = {
+        name: {"path": put_lines(tmp_path / f"{name}.jsonl", record)}
+        for name, record in names.items()
+    }
     said = load_training_sets(sets).summary().splitlines()
-    assert [line.endswith("; its teacher scores are not used (set distill)") for line in said] == [True, False]
-    assert load_training_sets({"with": sets["with"]}, teacher_scores=True).summary().endswith("1 used, 0 left out")
+    assert [line.endswith("; its teacher scores are not used (set distill)") for line in said] == [
+        True,
+        False,
+    ]
+    assert (
+        load_training_sets({"with": sets["with"]}, teacher_scores=True)
+        .summary()
+        .endswith("1 used, 0 left out")
+    )
 
 
 def test_passages_that_nobody_has_scored_are_refused(tmp_path):
-    path = put_lines(tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", "neg": ["m"], "neg_scores": [1]})
-    with pytest.raises(DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"):
+    path = put_lines(
+        tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", "neg": ["m"], "neg_scores": [1]}
+    )
+    with pytest.raises(
+        DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"
+    ):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
     given: Any = {"num_hard_negatives": 2, "teacher_scores": True, "missing_negatives": "drop"}
     assert len(load_training_data(path, **given).dataset) == 1

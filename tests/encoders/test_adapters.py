@@ -63,7 +63,9 @@ def test_a_saved_adapter_encodes_identically_wherever_it_is_loaded_and_towers_sh
     base, tied, bases, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(bases)
-    model = adapted(Path(base), tied, query_prompt="what is ", query_max_length=7, passage_max_length=12)
+    model = adapted(
+        Path(base), tied, query_prompt="what is ", query_max_length=7, passage_max_length=12
+    )
     weights = list(AutoModel.from_pretrained(bases / base).parameters())
     assert len(frozen(model)) == len(weights)
     assert all(torch.equal(a, b) for a, b in zip(frozen(model), weights, strict=True))
@@ -75,7 +77,9 @@ def test_a_saved_adapter_encodes_identically_wherever_it_is_loaded_and_towers_sh
         assert np.array_equal(embeddings(loaded), embeddings(model))
     assert model_fingerprint(loaded) == model_fingerprint(model) and loaded.tied == tied
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trains == {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+    assert trains == {
+        name for name, parameter in loaded.named_parameters() if parameter.requires_grad
+    }
     assert len(frozen(loaded)) == len(weights) and (tied or not np.allclose(*embeddings(loaded)))
 
 
@@ -97,7 +101,9 @@ def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied, bases, tmp_path)
     expected = embeddings(model)
     merge_adapter(model)
     assert not has_adapter(model) and frozen(model) == []
-    assert len(list(model.parameters())) == (1 if tied else 2) * len(list(backbones(model)[0].parameters()))
+    assert len(list(model.parameters())) == (1 if tied else 2) * len(
+        list(backbones(model)[0].parameters())
+    )
     model.save_pretrained(str(tmp_path))
     assert not list(tmp_path.rglob("adapter*"))
     merged = SentenceTransformer(str(tmp_path), device="cpu")
@@ -123,22 +129,33 @@ def test_towers_that_differ_keep_a_base_each(bases, tmp_path):
 
 
 def test_sentence_transformers_own_add_adapter_adapts_both_towers_over_one_base(bases, tmp_path):
-    model = DualEncoder.from_backbone(bases / "bert", tied=False, pooling="mean", device="cpu").eval()
+    model = DualEncoder.from_backbone(
+        bases / "bert", tied=False, pooling="mean", device="cpu"
+    ).eval()
     model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * 2 * 2 * 2 and all("lora_" in name for name in trained)  # towers, layers, places, A and B
+    assert len(trained) == 2 * 2 * 2 * 2 and all(
+        "lora_" in name for name in trained
+    )  # towers, layers, places, A and B
     assert len(frozen(model)) == len(list(AutoModel.from_pretrained(bases / "bert").parameters()))
     model.save_pretrained(str(tmp_path))
-    assert np.array_equal(embeddings(SentenceTransformer(str(tmp_path), device="cpu")), embeddings(model))
+    assert np.array_equal(
+        embeddings(SentenceTransformer(str(tmp_path), device="cpu")), embeddings(model)
+    )
 
 
 def test_a_folder_holds_what_was_saved_last(bases, tmp_path):
     models = [adapted(bases / "bert"), adapted(bases / "bert", tied=False)]
-    models += [DualEncoder.from_backbone(bases / "qwen3", tied, pooling="mean", device="cpu") for tied in (True, False)]
+    models += [
+        DualEncoder.from_backbone(bases / "qwen3", tied, pooling="mean", device="cpu")
+        for tied in (True, False)
+    ]
     for place in (0, 2, 0, 3, 1, 2, 1, 3, 0, 1, 0):
         models[place].save_pretrained(str(tmp_path))
         for cls in (SentenceTransformer, DualEncoder.from_pretrained):
-            assert np.array_equal(embeddings(cls(str(tmp_path), device="cpu")), embeddings(models[place]))
+            assert np.array_equal(
+                embeddings(cls(str(tmp_path), device="cpu")), embeddings(models[place])
+            )
 
 
 def test_what_cannot_have_an_adapter_is_refused_and_one_over_weights_in_no_folder_is_merged(
@@ -169,15 +186,22 @@ def test_an_adapter_without_its_base_is_refused_in_one_line(bases, tmp_path):
     for tied in (True, False):
         adapted(tmp_path / "base", tied).save_pretrained(str(tmp_path / "out"))
         (tmp_path / "base").rename(tmp_path / "gone")
-        with pytest.raises(UserError, match=r"out: an adapter, and its base cannot be had: .*base: no such model"):
+        with pytest.raises(
+            UserError, match=r"out: an adapter, and its base cannot be had: .*base: no such model"
+        ):
             DualEncoder.from_pretrained(tmp_path / "out")
         (tmp_path / "gone").rename(tmp_path / "base")
         file = next((tmp_path / "out").rglob("adapter_config.json"))
         config = AutoModel.from_pretrained(tmp_path / "base").config
         config.hidden_size, config.intermediate_size = 16, 32
         AutoModel.from_config(config).save_pretrained(tmp_path / "small")
-        for other, message in ((tmp_path / "small", "another base"), (bases / "qwen3", "Target modules")):
-            file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(other)}))
+        for other, message in (
+            (tmp_path / "small", "another base"),
+            (bases / "qwen3", "Target modules"),
+        ):
+            file.write_text(
+                json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(other)})
+            )
             with pytest.raises(UserError, match=message):
                 DualEncoder.from_pretrained(tmp_path / "out")
 

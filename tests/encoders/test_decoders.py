@@ -19,13 +19,24 @@ from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.cli import main
 from contaccum.errors import ConfigError
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 KEYS = {"num_key_value_heads": 1, "head_dim": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3": {**SIZES, **KEYS},
     "Llama": SIZES,
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
-    "Qwen3Moe": {**SIZES, **KEYS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Qwen3Moe": {
+        **SIZES,
+        **KEYS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "Gemma3Text": {**SIZES, **KEYS, "use_bidirectional_attention": True},
     "ModernBert": {**SIZES, "pad_token_id": 0},
     "T5": {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16},
@@ -37,26 +48,43 @@ CLOSE = TemplateProcessing(["<bos>", "$A", "<eos>"], special_tokens=[("<bos>", 1
 INSTRUCTION = "Instruct: find what is in the door\nQuery:"
 
 
-def tokenizer(post_processor: Any = None, words: list[str] = WORDS, **settings: Any) -> PreTrainedTokenizerFast:
+def tokenizer(
+    post_processor: Any = None, words: list[str] = WORDS, **settings: Any
+) -> PreTrainedTokenizerFast:
     """One over WORDS that has no pad token, as decoders' often have none."""
-    backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *words])}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *words])}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     if post_processor is not None:
         backend.post_processor = post_processor
-    given = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "model_max_length": 64} | settings
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], **given)
+    given = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "model_max_length": 64,
+    } | settings
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], **given
+    )
 
 
 def config(kind: str) -> Any:
-    return getattr(transformers, f"{kind}Config")(vocab_size=len(SPECIAL) + len(WORDS), **CONFIGS[kind])
+    return getattr(transformers, f"{kind}Config")(
+        vocab_size=len(SPECIAL) + len(WORDS), **CONFIGS[kind]
+    )
 
 
 def encoder(kind: str = "Qwen3", **settings: Any) -> DualEncoder:
-    return DualEncoder.from_backbone(config(kind), device="cpu", **{"tokenizer": tokenizer(), **settings})
+    return DualEncoder.from_backbone(
+        config(kind), device="cpu", **{"tokenizer": tokenizer(), **settings}
+    )
 
 
 def tokens(model: SentenceTransformer, text: str, task: str = "document") -> list[str]:
-    return model.tokenizer.convert_ids_to_tokens(model.preprocess([text], task=task)["input_ids"][0])
+    return model.tokenizer.convert_ids_to_tokens(
+        model.preprocess([text], task=task)["input_ids"][0]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,15 +99,25 @@ def test_a_backbone_whose_first_token_sees_no_other_gets_its_last(kind, dtype):
     assert len(np.unique(model.encode(sentences(4)), axis=0)) == 4
     assert encoder(kind, pooling="mean")[1].pooling_mode == "mean"
     if causal:
-        unknown = tokenizer(words=[word for word in WORDS if word != "how"])  # the text's first token comes again
+        unknown = tokenizer(
+            words=[word for word in WORDS if word != "how"]
+        )  # the text's first token comes again
         assert encoder(kind, tokenizer=unknown)[1].pooling_mode == "lasttoken"
-        with pytest.raises(ConfigError, match=rf"pooling=cls with a decoder \({kind}Model\).*Set lasttoken or mean$"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"pooling=cls with a decoder \({kind}Model\).*Set lasttoken or mean$",
+        ):
             encoder(kind, pooling="cls")
 
 
 @pytest.mark.parametrize(
     ("post_processor", "first"),
-    [(None, []), (BEGIN, ["<bos>"]), (Sequence([ByteLevel(), BEGIN]), ["<bos>"]), (CLOSE, ["<bos>"])],
+    [
+        (None, []),
+        (BEGIN, ["<bos>"]),
+        (Sequence([ByteLevel(), BEGIN]), ["<bos>"]),
+        (CLOSE, ["<bos>"]),
+    ],
     ids=["nothing added", "bos", "bos in a chain", "eos already"],
 )
 @pytest.mark.parametrize("tied", [True, False])
@@ -89,7 +127,9 @@ def test_every_text_ends_in_one_eos_cut_or_not_and_saved(post_processor, first, 
     backbone, saved = tmp_path / "backbone", str(tmp_path / "saved")
     AutoModel.from_config(config("Qwen3")).save_pretrained(backbone)
     tokenizer().save_pretrained(backbone)
-    model = DualEncoder.from_backbone(backbone, tied, tokenizer=given, query_max_length=5, device="cpu")
+    model = DualEncoder.from_backbone(
+        backbone, tied, tokenizer=given, query_max_length=5, device="cpu"
+    )
     model.save_pretrained(saved)
     for one in (model, SentenceTransformer(saved, device="cpu")):
         assert tokens(one, "cat dog") == [*first, "cat", "dog", "<eos>"]
@@ -117,7 +157,9 @@ def test_texts_of_unequal_lengths_encode_together_as_alone(kind, side):
     texts = [" ".join(WORDS[i : 2 * i + 1]) for i in range(1, 9)]
     alone = np.concatenate([model.encode([text]) for text in texts])
     assert np.abs(model.encode(texts) - alone).max() < 1e-5
-    model.tokenizer.padding_side = "left"  # what others may set; rotary positions are relative, GPT-2's are not
+    model.tokenizer.padding_side = (
+        "left"  # what others may set; rotary positions are relative, GPT-2's are not
+    )
     error = np.abs(model.encode(texts) - alone).max()
     assert error < 1e-5 if kind != "GPT2" else error > 1e-3
 
@@ -128,8 +170,18 @@ def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tm
     model = encoder(kind, query_prompt=INSTRUCTION, normalize=True, query_max_length=24)
     texts = sentences(9, length=15)
     before = model.encode_query(texts)
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bank_size": 8, "max_steps": 4}
-    how = {"learning_rate": 1e-2, "gradient_checkpointing": True, "save_strategy": "no", "disable_tqdm": True}
+    sizes = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "bank_size": 8,
+        "max_steps": 4,
+    }
+    how = {
+        "learning_rate": 1e-2,
+        "gradient_checkpointing": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     args = ContAccumTrainingArguments(output_dir=str(tmp_path), **sizes, **how)
     data = Dataset.from_dict({"query": sentences(16, 1), "positive": sentences(16, 2, 9)})
     trainer = ContAccumTrainer(model, args, data)
@@ -143,15 +195,24 @@ def test_a_trained_decoder_encodes_identically_in_sentence_transformers(kind, tm
 
 
 @pytest.mark.parametrize("name", ["decoder-lora", "bert-full"])
-def test_a_recipe_trains_a_tiny_model_as_it_stands(name, tiny_config, tiny_tokenizer, tmp_path, capsys):
+def test_a_recipe_trains_a_tiny_model_as_it_stands(
+    name, tiny_config, tiny_tokenizer, tmp_path, capsys
+):
     file = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
     backbone, decoder = tmp_path / "backbone", name == "decoder-lora"
     bert = type(tiny_config)(**{**tiny_config.to_dict(), "max_position_embeddings": 512})
     AutoModel.from_config(config("Qwen3") if decoder else bert).save_pretrained(backbone)
     (tokenizer(model_max_length=512) if decoder else tiny_tokenizer).save_pretrained(backbone)
     write_training_and_beir_data(tmp_path, 128)
-    given = {"model": backbone, "train_data": tmp_path / "pairs.jsonl", "output_dir": tmp_path / "out", "max_steps": 1}
-    assert main(["train", str(file), *(f"--{key}={value}" for key, value in given.items())]) == 0, capsys.readouterr()
+    given = {
+        "model": backbone,
+        "train_data": tmp_path / "pairs.jsonl",
+        "output_dir": tmp_path / "out",
+        "max_steps": 1,
+    }
+    assert main(["train", str(file), *(f"--{key}={value}" for key, value in given.items())]) == 0, (
+        capsys.readouterr()
+    )
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert model[1].pooling_mode == ("lasttoken" if decoder else "mean")
     log = read_lines(tmp_path / "out" / "train_log.jsonl")

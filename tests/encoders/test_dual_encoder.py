@@ -30,8 +30,15 @@ UNTIED = ("base.modules.router.Router",)
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "lasttoken"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_saved_model_encodes_identically_in_sentence_transformers(tied, pooling, tiny_config, tiny_tokenizer, tmp_path):
-    texts_of = {"query_prompt": "what is ", "passage_prompt": "the ", "query_max_length": 7, "passage_max_length": 12}
+def test_saved_model_encodes_identically_in_sentence_transformers(
+    tied, pooling, tiny_config, tiny_tokenizer, tmp_path
+):
+    texts_of = {
+        "query_prompt": "what is ",
+        "passage_prompt": "the ",
+        "query_max_length": 7,
+        "passage_max_length": 12,
+    }
     how = {"pooling": pooling, "normalize": pooling == "mean", **texts_of}
     model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer, **how)
     if not tied:  # towers that differ, so that a mix-up would show
@@ -48,19 +55,27 @@ def test_saved_model_encodes_identically_in_sentence_transformers(tied, pooling,
         loaded = cls(str(tmp_path))
         assert np.array_equal(loaded.encode_query(texts), queries)
         assert np.array_equal(loaded.encode_document(texts), passages)
-        assert loaded.similarity_fn_name == model.similarity_fn_name == ("cosine" if pooling == "mean" else "dot")
+        assert (
+            loaded.similarity_fn_name
+            == model.similarity_fn_name
+            == ("cosine" if pooling == "mean" else "dot")
+        )
         assert loaded.prompts == {"query": "what is ", "document": "the "}
         assert is_tied(loaded) == tied
     assert not np.allclose(queries, passages)
 
 
 def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config, tiny_tokenizer):
-    model = DualEncoder.from_backbone(tiny_config, tied=False, passage_prompt="the ", tokenizer=tiny_tokenizer)
+    model = DualEncoder.from_backbone(
+        tiny_config, tied=False, passage_prompt="the ", tokenizer=tiny_tokenizer
+    )
     titles, texts = sentences(5, 1), sentences(5, 2)
     corpus = [{"title": t, "text": x} for t, x in zip(titles, texts, strict=True)]
     expected = model.encode_document([f"{t} {x}" for t, x in zip(titles, texts, strict=True)])
     assert np.array_equal(model.encode_corpus(corpus, batch_size=2), expected)
-    assert np.array_equal(model.encode_corpus([{"text": x} for x in texts]), model.encode_document(texts))
+    assert np.array_equal(
+        model.encode_corpus([{"text": x} for x in texts]), model.encode_document(texts)
+    )
     assert np.array_equal(model.encode_queries(titles), model.encode_query(titles))
     assert isinstance(model.encode_queries(titles, convert_to_tensor=True), torch.Tensor)
 
@@ -68,13 +83,17 @@ def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config, tin
 def test_towers_work_in_a_loop_of_ones_own_and_cut_by_their_lengths(tiny_config, tiny_tokenizer):
     for tied in (True, False):
         lengths = {"query_max_length": 5, "passage_max_length": 9}
-        model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer, **lengths).eval()
+        model = DualEncoder.from_backbone(
+            tiny_config, tied=tied, tokenizer=tiny_tokenizer, **lengths
+        ).eval()
         assert model.tied == tied
         for task, tower, encode in (
             ("query", model.query_encoder, model.encode_query),
             ("document", model.passage_encoder, model.encode_document),
         ):
-            features = model.preprocess(["cat dog bird fish tree river stone cloud rain"], task=task)
+            features = model.preprocess(
+                ["cat dog bird fish tree river stone cloud rain"], task=task
+            )
             assert features["input_ids"].shape == (1, 5 if task == "query" else 9)
             embeddings = tower(model.preprocess(sentences(3), task=task))["sentence_embedding"]
             assert embeddings.requires_grad
@@ -83,7 +102,10 @@ def test_towers_work_in_a_loop_of_ones_own_and_cut_by_their_lengths(tiny_config,
 
 def test_arguments_that_cannot_work_are_refused(tiny_config, tiny_tokenizer):
     for settings, message in (
-        ({"pooling": "men"}, "pooling must be one of cls, mean, lasttoken, got 'men'; did you mean 'mean'"),
+        (
+            {"pooling": "men"},
+            "pooling must be one of cls, mean, lasttoken, got 'men'; did you mean 'mean'",
+        ),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"similarity": "euclidean"}, "similarity must be one of"),
         ({"query_max_length": 2}, "query_max_length=2: this model takes 3 to 64 tokens"),
@@ -169,7 +191,9 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     for make in (DualEncoder.from_pretrained, DualEncoder.from_backbone, require_model):
-        with pytest.raises(UserError, match=r"some/model: no such folder, and the model hub .*no network"):
+        with pytest.raises(
+            UserError, match=r"some/model: no such folder, and the model hub .*no network"
+        ):
             make("some/model")
 
 
@@ -178,7 +202,9 @@ def test_frozen_word_embeddings_stay_and_all_else_trains(tiny_config, tiny_token
     model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
     configure(model, freeze_word_embeddings=True)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert len(frozen) == (1 if tied else 2) and all(name.endswith("word_embeddings.weight") for name in frozen)
+    assert len(frozen) == (1 if tied else 2) and all(
+        name.endswith("word_embeddings.weight") for name in frozen
+    )
 
 
 def test_attention_is_chosen_by_name_and_an_unknown_one_refused(tiny_config, tiny_tokenizer):

@@ -9,8 +9,12 @@ from contaccum.encoders.grad_norms import TowerGradNorms
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied but sharded"])
-def test_norms_where_no_tower_has_a_gradient_of_its_own_are_those_of_embeddings(tied, tiny_config, tiny_tokenizer):
-    model = DualEncoder.from_backbone(tiny_config, tied=tied, pooling="mean", tokenizer=tiny_tokenizer).eval()
+def test_norms_where_no_tower_has_a_gradient_of_its_own_are_those_of_embeddings(
+    tied, tiny_config, tiny_tokenizer
+):
+    model = DualEncoder.from_backbone(
+        tiny_config, tied=tied, pooling="mean", tokenizer=tiny_tokenizer
+    ).eval()
     norms = TowerGradNorms(model, has_whole_gradients=tied)
     for repeat in ("watched", "closed"):
         for task, size in (("query", 4.0), ("document", 1.0)):

@@ -11,7 +11,12 @@ from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir_sets import about_data, evaluate_beir, evaluation_sets, score_beir_run
+from contaccum.evaluation.beir_sets import (
+    about_data,
+    evaluate_beir,
+    evaluation_sets,
+    score_beir_run,
+)
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 
 OUT = Path("out.json")
@@ -20,13 +25,21 @@ OUT = Path("out.json")
 def test_beir_is_all_public_sets_and_names_of_parts_are_spelled_out(tmp_path):
     sets = evaluation_sets(["beir"], OUT)
     parts = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-    assert {one.label for one in sets} == {*PUBLIC_NAMES, *parts} - {"cqadupstack"} and len(sets) == 26
-    assert sets[-1] == ("scifact", "scifact", Path("out.scifact.json")) and evaluation_sets(["x"], OUT)[0].output == OUT
+    assert {one.label for one in sets} == {*PUBLIC_NAMES, *parts} - {"cqadupstack"} and len(
+        sets
+    ) == 26
+    assert (
+        sets[-1] == ("scifact", "scifact", Path("out.scifact.json"))
+        and evaluation_sets(["x"], OUT)[0].output == OUT
+    )
     for part in parts:
         write_judged_places(tmp_path / part)
     sets = evaluation_sets([str(tmp_path / "cqadupstack")], OUT)
     assert [one.label for one in sets] == parts
-    assert (sets[0].given, sets[0].output) == (str(tmp_path / parts[0]), Path("out.cqadupstack-android.json"))
+    assert (sets[0].given, sets[0].output) == (
+        str(tmp_path / parts[0]),
+        Path("out.cqadupstack-android.json"),
+    )
     with pytest.raises(ConfigError, match=r"two sets are called x"):
         evaluation_sets([str(tmp_path / "a" / "x"), str(tmp_path / "b" / "x")], OUT)
 
@@ -114,7 +127,9 @@ def test_a_search_is_the_inner_products_of_all_pairs(model, places, similarity):
     assert less.metrics["P@5"] == pytest.approx(result.per_query["q0"]["P@5"] / 6)
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_encoded(model, places, monkeypatch):
+def test_settings_that_cannot_work_are_refused_before_anything_is_encoded(
+    model, places, monkeypatch
+):
     monkeypatch.setattr(type(model), "encode", None)
     for settings, words in (
         ({"index": "IVF64,Flat"}, "64"),

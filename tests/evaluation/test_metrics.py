@@ -24,9 +24,14 @@ def test_every_metric_equals_its_formula_on_random_runs():
     ids = [f"d{number}" for number in range(200)]
     qrels, run = {}, {}
     for number in range(30):
-        graded, found = rng.choice(ids, rng.integers(1, 8), replace=False), rng.choice(ids, 120, replace=False)
+        graded, found = (
+            rng.choice(ids, rng.integers(1, 8), replace=False),
+            rng.choice(ids, 120, replace=False),
+        )
         qrels[f"q{number}"] = {str(d): int(rng.integers(0, 3)) for d in graded}
-        run[f"q{number}"] = {str(d): float(s) for d, s in zip(found, rng.permutation(120), strict=True)}
+        run[f"q{number}"] = {
+            str(d): float(s) for d, s in zip(found, rng.permutation(120), strict=True)
+        }
     means, per_query = score_run(qrels, run, K_VALUES)
     assert list(means) == metric_names(K_VALUES)
     for qid, grades in qrels.items():
@@ -59,7 +64,11 @@ def test_ties_are_ordered_as_trec_eval_does_and_a_document_with_the_querys_id_is
     run = {"a": {"a": 9.0, "b": 1.0}, "unjudged": {"b": 1.0}}
     means, per_query = score_run({"a": {"b": 1}}, run, [1])
     assert means["NDCG@1"] == 1.0 and list(per_query) == ["a"] and run["a"] == {"a": 9.0, "b": 1.0}
-    assert metrics.trec_order({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0}) == [("b", 1.0), ("a", 1.0 + 1e-9), ("c", 0.5)]
+    assert metrics.trec_order({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0}) == [
+        ("b", 1.0),
+        ("a", 1.0 + 1e-9),
+        ("c", 0.5),
+    ]
 
 
 def test_what_cannot_be_scored_is_refused():
@@ -75,7 +84,9 @@ def test_what_cannot_be_scored_is_refused():
 
 def test_metrics_are_named_in_any_case_and_unknown_ones_refused():
     assert check_metrics(["MRR@7", "p@1", "mrr@7"], (1, 7)) == ("MRR@7", "P@1")
-    assert check_metrics(None, (1, 10)) == ("NDCG@10", "MRR@10") and check_metrics(None, (7,)) == ("NDCG@7",)
+    assert check_metrics(None, (1, 10)) == ("NDCG@10", "MRR@10") and check_metrics(None, (7,)) == (
+        "NDCG@7",
+    )
     with pytest.raises(ConfigError, match=r"MRR@10 is not computed with k_values 1, 7"):
         check_metrics(["MRR@10"], (1, 7))
     assert (check_metric("eval_NDCG@10"), check_metric("p@1")) == ("ndcg@10", "p@1")
@@ -90,11 +101,16 @@ def test_p_value_and_interval_agree_with_all_resamples_of_a_small_sample():
     exact = float((np.abs(means - differences.mean()) >= differences.mean() - 1e-12).mean())
     found = paired_bootstrap(differences, np.zeros(5), resamples=50_000)
     assert found["p_value"] == pytest.approx(exact, abs=0.005)
-    assert (found["low"], found["high"]) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.01)
+    assert (found["low"], found["high"]) == pytest.approx(
+        tuple(np.quantile(means, [0.025, 0.975])), abs=0.01
+    )
     assert list(paired_bootstrap(differences, differences).values()) == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_holm_is_the_textbook_procedure():
-    for before, after in (([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]), ([0.9, 0.8], [1.0, 1.0])):
+    for before, after in (
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
+        ([0.9, 0.8], [1.0, 1.0]),
+    ):
         add_holm(tests := [{"p_value": p} for p in before])
         assert [test["p_holm"] for test in tests] == pytest.approx(after)

@@ -93,5 +93,9 @@ def test_what_is_no_result_is_refused_and_of_a_table_only_what_lies_beside_it_is
         path.write_text(content)
         with pytest.raises(DataError, match=words):
             read_result(path)
-    path.write_text(json.dumps({"sets": [{"file": "a.json"}, {"parts": [{"file": "/b.json"}, {"file": "../c.json"}]}]}))
+    path.write_text(
+        json.dumps(
+            {"sets": [{"file": "a.json"}, {"parts": [{"file": "/b.json"}, {"file": "../c.json"}]}]}
+        )
+    )
     assert result_files(path) == [tmp_path / name for name in ("a.json", "b.json", "c.json")]

@@ -86,7 +86,9 @@ def test_a_model_that_learns_is_better_and_everything_lies_in_one_folder(root, t
     assert trained.verdict.queries == 100
     said = (root / "said.txt").read_text().splitlines()
     assert said[0].startswith("held out: 20 dev and 100 test queries")
-    assert any(re.match(r"BM25 0\.000   \S*fresh 0\.\d{3}   \(nDCG@10 on dev\)", line) for line in said)
+    assert any(
+        re.match(r"BM25 0\.000   \S*fresh 0\.\d{3}   \(nDCG@10 on dev\)", line) for line in said
+    )
     assert said[-2].startswith("BETTER: nDCG@10 0.")
     assert str(trained.verdict) == said[-2]
     assert said[-1] == (
@@ -108,7 +110,19 @@ def test_the_verdict_is_that_of_an_evaluation_of_both_models_on_the_test_folder(
     scores = {}
     for name, model in {"base": root / "fresh", "trained": root / "better" / "model"}.items():
         output = root / f"{name}.json"
-        assert main(["evaluate", str(model), "--data", str(root / "better/data/test"), "--output", str(output)]) == 0
+        assert (
+            main(
+                [
+                    "evaluate",
+                    str(model),
+                    "--data",
+                    str(root / "better/data/test"),
+                    "--output",
+                    str(output),
+                ]
+            )
+            == 0
+        )
         scores[name] = json.loads(output.read_text())["metrics"]["NDCG@10"]
     assert scores["base"] == pytest.approx(trained.verdict.base, abs=1e-9)
     assert scores["trained"] == pytest.approx(trained.verdict.trained, abs=1e-9)
@@ -127,7 +141,10 @@ def test_no_text_is_on_two_sides(root, trained):
     for side in ("dev", "test"):
         dataset = load_beir_folder(data / side, "test")
         relevant = {document for judged in dataset.qrels.values() for document in judged}
-        texts[side] = {*dataset.queries.values(), *(dataset.corpus[document]["text"] for document in relevant)}
+        texts[side] = {
+            *dataset.queries.values(),
+            *(dataset.corpus[document]["text"] for document in relevant),
+        }
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     texts["train"] = {row["query"] for row in rows} | {row["positive"] for row in rows}
     assert not texts["train"] & texts["dev"]
@@ -137,7 +154,9 @@ def test_no_text_is_on_two_sides(root, trained):
 
 def test_a_second_fit_in_a_finished_folder_is_refused(root, trained):
     with pytest.raises(ConfigError, match=r"a finished fit lies there \(BETTER"):
-        contaccum.fit(root / "pairs.jsonl", model=str(root / "fresh"), output=root / "better", test=100)
+        contaccum.fit(
+            root / "pairs.jsonl", model=str(root / "fresh"), output=root / "better", test=100
+        )
 
 
 @pytest.mark.parametrize(("rate", "word", "code"), [(1e-12, "LEVEL", 1), (5.0, "WORSE", 1)])
@@ -145,10 +164,22 @@ def test_a_rate_that_moves_nothing_is_level_and_one_that_ruins_is_worse(
     root, trained, tmp_path, capsys, rate, word, code
 ):
     given = [f"--{key}={value}" for key, value in SETTINGS.items()]
-    given += ["--learning_rate", str(rate), "--budget", "10m", "--test", "100", "--require", "better"]
+    given += [
+        "--learning_rate",
+        str(rate),
+        "--budget",
+        "10m",
+        "--test",
+        "100",
+        "--require",
+        "better",
+    ]
     model = str(root / "better" / "model")
     output = str(tmp_path / "out")
-    assert main(["fit", str(root / "more.jsonl"), "--model", model, "--output", output, *given]) == code
+    assert (
+        main(["fit", str(root / "more.jsonl"), "--model", model, "--output", output, *given])
+        == code
+    )
     verdict = capsys.readouterr().out.strip().splitlines()[-2]
     assert verdict.startswith(f"{word}: nDCG@10")
     assert verdict.endswith("keep the base model")
@@ -171,10 +202,15 @@ def test_few_test_queries_are_judged_by_several_splits(root, tmp_path):
     # Without the queries of other splits' test sets by which the settings were chosen.
     dev = load_beir_folder(tmp_path / "out" / "data" / "dev", "test").queries.values()
     assert 120 - len(dev) <= result.verdict.queries < 120 or result.verdict.queries == 120
-    assert sorted(path.name for path in (tmp_path / "out" / "folds").iterdir()) == ["1.json", "2.json"]
+    assert sorted(path.name for path in (tmp_path / "out" / "folds").iterdir()) == [
+        "1.json",
+        "2.json",
+    ]
 
 
-def test_the_other_splits_are_trained_on_with_mined_negatives_where_the_first_one_is(root, tmp_path, monkeypatch):
+def test_the_other_splits_are_trained_on_with_mined_negatives_where_the_first_one_is(
+    root, tmp_path, monkeypatch
+):
     pairs = translations(60, 4)
     for pair in pairs:
         pair["positive"] += f" {pair['query']}"  # words for BM25
@@ -226,7 +262,9 @@ def killed_once(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None
         ("build_fit_page", False),
     ],
 )
-def test_a_fit_that_was_killed_goes_on_to_the_same_verdict(root, trained, tmp_path, monkeypatch, stage, after):
+def test_a_fit_that_was_killed_goes_on_to_the_same_verdict(
+    root, trained, tmp_path, monkeypatch, stage, after
+):
     def call() -> pipeline.FitResult:
         return contaccum.fit(
             root / "pairs.jsonl",
@@ -266,7 +304,12 @@ def test_the_best_documents_of_base_and_bm25_are_enough_for_their_scores(root, t
     kept = pool_documents(data, [run])
     assert len(kept) < len(data.corpus)
     pooled = RetrievalEvaluator(
-        type(data)(**{**vars(data), "corpus": {name: data.corpus[name] for name in data.corpus if name in kept}})
+        type(data)(
+            **{
+                **vars(data),
+                "corpus": {name: data.corpus[name] for name in data.corpus if name in kept},
+            }
+        )
     )
     assert pooled.score(trained.model)["ndcg@10"] == pytest.approx(full)
 
@@ -285,7 +328,9 @@ def test_what_cannot_be_fitted_is_said_in_one_line(root, tmp_path, given, messag
     data = str(root / "pairs.jsonl")
     output = str(tmp_path / "out")
     model = str(root / "fresh")
-    assert main(["fit", data, "--model", model, "--output", output, "--use_cpu", "true", *given]) == 2
+    assert (
+        main(["fit", data, "--model", model, "--output", output, "--use_cpu", "true", *given]) == 2
+    )
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
 
@@ -321,12 +366,16 @@ def test_a_split_that_was_made_before_is_used_as_it_is(root, tmp_path, monkeypat
     assert main(["split", str(root / "pairs.jsonl"), str(tmp_path / "split"), "--test", "100"]) == 0
     killed_once(monkeypatch, "encode_corpus", after=False)
     with pytest.raises(Killed):
-        contaccum.fit(tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "out", use_cpu=True)
+        contaccum.fit(
+            tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "out", use_cpu=True
+        )
     copied = tmp_path / "out" / "data"
     for file in sorted((tmp_path / "split").rglob("*.*")):
         assert (copied / file.relative_to(tmp_path / "split")).read_bytes() == file.read_bytes()
     with pytest.raises(ConfigError, match="is a split already"):
-        contaccum.fit(tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "other", test=50)
+        contaccum.fit(
+            tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "other", test=50
+        )
 
 
 def test_what_is_given_is_in_the_config_and_is_not_searched(root, trained):
@@ -341,9 +390,29 @@ def test_what_is_given_is_in_the_config_and_is_not_searched(root, trained):
 @pytest.mark.long
 def test_two_processes_fit_together(root, tmp_path):
     """As torchrun starts them: the first decides and writes, both train."""
-    given = {**SETTINGS, "learning_rate": 0.01, "budget": "10m", "test": 100, "output": tmp_path / "out"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "contaccum.cli", "fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
+    given = {
+        **SETTINGS,
+        "learning_rate": 0.01,
+        "budget": "10m",
+        "test": 100,
+        "output": tmp_path / "out",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
+    command += [
+        "-m",
+        "contaccum.cli",
+        "fit",
+        str(root / "pairs.jsonl"),
+        "--model",
+        str(root / "fresh"),
+    ]
     command += [f"--{key}={value}" for key, value in given.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

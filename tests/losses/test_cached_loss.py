@@ -7,7 +7,10 @@ import pytest
 import torch
 from sample_texts import features
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MatryoshkaLoss
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MatryoshkaLoss,
+)
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tiny_models import tiny_encoder
 
@@ -30,18 +33,35 @@ APART = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_
     [
         {"mini_batch_size": 3},
         {"mini_batch_num_tokens": 40},
-        {"mini_batch_size": 3, "hardness_mode": "all_negatives", "hardness_strength": 5.0, **TOGETHER},
-        {"mini_batch_size": 3, "hardness_mode": "hard_negatives", "hardness_strength": 5.0, **APART},
+        {
+            "mini_batch_size": 3,
+            "hardness_mode": "all_negatives",
+            "hardness_strength": 5.0,
+            **TOGETHER,
+        },
+        {
+            "mini_batch_size": 3,
+            "hardness_mode": "hard_negatives",
+            "hardness_strength": 5.0,
+            **APART,
+        },
     ],
 )
 def test_without_a_bank_it_is_the_cached_loss_of_sentence_transformers(columns, how):
-    model = tiny_encoder(tied=False, dropout=0.1, normalize=False).double().train()  # the second pass repeats it
+    model = (
+        tiny_encoder(tied=False, dropout=0.1, normalize=False).double().train()
+    )  # the second pass repeats it
     found = []
-    for loss_fn in (CachedContAccumLoss(model, 0, **how), CachedMultipleNegativesRankingLoss(model, **how)):
+    for loss_fn in (
+        CachedContAccumLoss(model, 0, **how),
+        CachedMultipleNegativesRankingLoss(model, **how),
+    ):
         torch.manual_seed(0)
         model.zero_grad()
         loss_fn(features(model, 10, columns), None).backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     assert found[0].abs().max() > 1e-3 and (found[0] - found[1]).abs().max() < 1e-12
 
 
@@ -61,7 +81,9 @@ def test_it_learns_what_one_large_micro_batch_against_the_bank_learns(model, mat
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.3) for x in encoders]
     for step in range(6):
         for loss_fn, encoder, optimizer in zip(wrapped, encoders, optimizers, strict=True):
-            loss = loss_fn(features(encoder, 130, 3, seed=step % 3), None)  # texts come again: duplicates
+            loss = loss_fn(
+                features(encoder, 130, 3, seed=step % 3), None
+            )  # texts come again: duplicates
             (loss * (-3.0 if step == 5 else 1.0)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -74,7 +96,9 @@ def test_it_learns_what_one_large_micro_batch_against_the_bank_learns(model, mat
 
 
 def test_what_cannot_work_is_refused(model, tiny_tokenizer):
-    static = SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)])
+    static = SentenceTransformer(
+        modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)]
+    )
     with pytest.raises(ConfigError, match="use ContAccumLoss"):
         CachedContAccumLoss(static)
     with pytest.raises(ConfigError, match="mini_batch_num_tokens must be at least 1"):

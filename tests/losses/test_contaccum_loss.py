@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from sample_texts import features, sentences
-from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import (
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
 from sentence_transformers.sentence_transformer.losses.matryoshka import shrink
 from sentence_transformers.util import cos_sim, dot_score, euclidean_sim
 from tiny_models import tiny_encoder
@@ -39,11 +42,15 @@ def test_without_a_bank_it_is_multiple_negatives_ranking_loss(model, similarity,
         model.zero_grad()
         loss = loss_fn(features(model, 6, columns), None)
         loss.backward()
-        results.append((loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+        results.append(
+            (loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        )
     (ours, our_grads), (theirs, their_grads) = results
     assert ours == pytest.approx(theirs, abs=1e-12)
     assert len(our_grads) == len(their_grads) > 0
-    assert max((a - b).abs().max().item() for a, b in zip(our_grads, their_grads, strict=True)) < 1e-12
+    assert (
+        max((a - b).abs().max().item() for a, b in zip(our_grads, their_grads, strict=True)) < 1e-12
+    )
 
 
 def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their_own_would(model):
@@ -57,7 +64,9 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their
         columns = features(model, 10, 2, seed=step % 5)
         wrapped(columns, None).backward()
         for dim, single in zip(dims, singles, strict=True):
-            other.forward = lambda x, dim=dim: {"sentence_embedding": shrink(forward(x)["sentence_embedding"], dim)}
+            other.forward = lambda x, dim=dim: {
+                "sentence_embedding": shrink(forward(x)["sentence_embedding"], dim)
+            }
             single(columns, None).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -70,7 +79,10 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension_as_losses_of_their
         our_probe, their_probe = ours.compensation.probe, theirs.compensation.probe
         assert our_probe.pairs == their_probe.pairs and len(our_probe.pairs) == 2
         assert torch.allclose(our_probe.embeddings, their_probe.embeddings, atol=1e-9)
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-9)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("mode", [False, True])
@@ -108,7 +120,10 @@ def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(mode
     scores = 20 * cos_sim(queries, passages)
     scores[0, 1] = -torch.inf
     alone = torch.nn.functional.cross_entropy(scores, torch.arange(4)).item()
-    assert losses["known"][0] == pytest.approx(alone, rel=1e-5) and losses["known"][0] < losses["ids"][0]
+    assert (
+        losses["known"][0] == pytest.approx(alone, rel=1e-5)
+        and losses["known"][0] < losses["ids"][0]
+    )
     # Again: each row has a twin in the bank, and each negative too; one's own positive there is masked.
     doubled = scores + torch.log(2 - torch.eye(4))
     twice = 2 * torch.nn.functional.cross_entropy(doubled, torch.arange(4)).item()
@@ -116,7 +131,9 @@ def test_ids_in_labels_and_positives_known_beforehand_decide_what_is_masked(mode
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(model, with_ids, caplog):
+def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(
+    model, with_ids, caplog
+):
     """As sentence-transformers' documentation shows: two losses over embeddings that are made once."""
     loss_fn = ContAccumLoss(model.train(), bank_size=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -132,13 +149,20 @@ def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(mo
     assert loss_fn.info_nce.clock.num_updates == 10 and loss_fn.info_nce.bank_age >= 4
     assert bool((loss_fn.info_nce.bank.document_ids != NO_ID).any()) == with_ids
     said = [record.message.split(",")[0] for record in caplog.records]
-    assert said == ([] if with_ids else ["duplicates are not masked"]) + ["no entry of the bank retires for its age"]
+    assert said == ([] if with_ids else ["duplicates are not masked"]) + [
+        "no entry of the bank retires for its age"
+    ]
 
 
 def test_positives_and_hard_negatives_are_encoded_in_one_pass_as_by_sentence_transformers(model):
     passes: list[int] = []
-    model.register_forward_hook(lambda module, inputs, output: passes.append(len(output["sentence_embedding"])))
-    for loss_fn in (ContAccumLoss(model, bank_size=8, drift_compensation="none"), MultipleNegativesRankingLoss(model)):
+    model.register_forward_hook(
+        lambda module, inputs, output: passes.append(len(output["sentence_embedding"]))
+    )
+    for loss_fn in (
+        ContAccumLoss(model, bank_size=8, drift_compensation="none"),
+        MultipleNegativesRankingLoss(model),
+    ):
         loss_fn.train()(features(model, 4, 5), None)
     assert passes == [4, 16] * 2
 
@@ -147,10 +171,20 @@ def test_every_setting_of_the_loss_passes_through_under_its_own_name(model):
     """Most of them are given by the trainer's own test: tests/training/test_arguments.py."""
     given = {"normalize_by": "all", "pairs_per_update": 12}
     loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, **given)
-    expected = {"bank_size": 4, "temperature": 0.2, "similarity": "dot", "gather_across_devices": True, **given}
+    expected = {
+        "bank_size": 4,
+        "temperature": 0.2,
+        "similarity": "dot",
+        "gather_across_devices": True,
+        **given,
+    }
     assert expected.items() <= dataclasses.asdict(loss_fn.settings).items()
     config = loss_fn.get_config_dict()
-    assert [config[key] for key in ("scale", "similarity_fct", "normalize_by")] == [5.0, "dot_score", "all"]
+    assert [config[key] for key in ("scale", "similarity_fct", "normalize_by")] == [
+        5.0,
+        "dot_score",
+        "all",
+    ]
     assert "2406.12356" in loss_fn.citation
 
 
@@ -176,7 +210,9 @@ def ids_of(n: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def train(loss_fn: ContAccumLoss, optimizer: torch.optim.Optimizer, steps: range) -> list[tuple[float, int, int]]:
+def train(
+    loss_fn: ContAccumLoss, optimizer: torch.optim.Optimizer, steps: range
+) -> list[tuple[float, int, int]]:
     """An update every two micro-steps; loss, updates seen and columns of each micro-step."""
     found = []
     for step in steps:
@@ -208,7 +244,13 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
             optimizer.step()
         optimizer.zero_grad()
     gap = PAIRS_PER_PROBE // 16
-    assert probed == [0, gap, 2 * gap, 3 * gap + 2, 4 * gap + 2]  # none was due at 24: nothing had stepped
+    assert probed == [
+        0,
+        gap,
+        2 * gap,
+        3 * gap + 2,
+        4 * gap + 2,
+    ]  # none was due at 24: nothing had stepped
     assert all(module.training for module in model.modules())
 
 
@@ -216,7 +258,10 @@ def test_probing_uses_no_random_number_and_leaves_modes_as_they_were():
     model = tiny_encoder(tied=False, dropout=0.3, normalize=False).train()
     next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()  # someone's choice
     modes = [module.training for module in model.modules()]
-    features = model.preprocess(sentences(16), task="query"), model.preprocess(sentences(16, 1), task="document")
+    features = (
+        model.preprocess(sentences(16), task="query"),
+        model.preprocess(sentences(16, 1), task="document"),
+    )
     probe = TextProbe(shared=False)
     assert probe.collect(list(features)) and probe.is_complete
     state = torch.get_rng_state()
@@ -234,7 +279,9 @@ def test_probing_uses_no_random_number_and_leaves_modes_as_they_were():
 
 
 def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(model, monkeypatch):
-    given = [[model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)]
+    given = [
+        [model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)
+    ]
     monkeypatch.setattr(probe, "world_size", lambda: 3)
     gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
     monkeypatch.setattr(probe, "gather_states", lambda own, device: next(gathered))
@@ -291,21 +338,28 @@ def test_banks_of_each_rank_s_own_go_into_one_state_and_back(model, monkeypatch)
         restored = ContAccumLoss(model, bank_size=8)
         restored.load_bank_state_dict(state)
         monkeypatch.setattr(bank_states, "gather_states", lambda state, device: [state])
-        again = {key.removeprefix("of_rank_0."): value for key, value in restored.bank_state_dict().items()}
+        again = {
+            key.removeprefix("of_rank_0."): value
+            for key, value in restored.bank_state_dict().items()
+        }
         assert again.keys() == own[index].keys()
         assert all(torch.equal(value, own[index][key]) for key, value in again.items())
     for world, shared in ((3, False), (2, True)):
         for module in (banked_text_loss, bank_states):
             monkeypatch.setattr(module, "world_size", lambda world=world: world)
         with pytest.raises(ConfigError, match="banks of 2 ranks"):
-            ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(state)
+            ContAccumLoss(model, bank_size=8, gather_across_devices=shared).load_bank_state_dict(
+                state
+            )
 
 
 def rows_of(columns: list[dict[str, Any]], start: int, end: int) -> list[dict[str, Any]]:
     """Copies of some rows of a micro-batch."""
     parts = []
     for column in columns:
-        parts.append({key: x[start:end].clone() if torch.is_tensor(x) else x for key, x in column.items()})
+        parts.append(
+            {key: x[start:end].clone() if torch.is_tensor(x) else x for key, x in column.items()}
+        )
     return parts
 
 
@@ -328,7 +382,9 @@ def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model, ma
     assert in_use == [8, 8]
 
 
-def test_within_the_first_update_nothing_is_moved_or_centred_though_the_probe_is_completed_in_it(model):
+def test_within_the_first_update_nothing_is_moved_or_centred_though_the_probe_is_completed_in_it(
+    model,
+):
     """Neither the means, which the sampling noise of a few pairs would move, nor centring may begin within it."""
     columns = features(model.double(), PROBE_TEXTS + 4, 2)
     gradients = []
@@ -338,7 +394,9 @@ def test_within_the_first_update_nothing_is_moved_or_centred_though_the_probe_is
         for start in range(PROBE_TEXTS + 4):
             loss_fn(rows_of(columns, start, start + 1)).backward()
         assert (loss_fn.info_nce.compensation.probe is not None) == (not settings)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     assert gradients[1].abs().max() > 1e-3
     assert (gradients[0] - gradients[1]).abs().max() < 1e-12
 

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 from sample_texts import features
-from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, MarginMSELoss, MatryoshkaLoss
+from sentence_transformers.sentence_transformer.losses import (
+    DistillKLDivLoss,
+    MarginMSELoss,
+    MatryoshkaLoss,
+)
 from sentence_transformers.util import dot_score, pairwise_cos_sim, pairwise_dot_score
 from tiny_models import tiny_encoder
 from torch import Tensor
@@ -65,7 +69,11 @@ def test_half_precision_and_integer_scores_are_compared_in_float32():
 def test_every_method_adds_the_term_of_its_local_rows(model, kind, more, bank_size, cached):
     labels = torch.randn(10, 3, dtype=torch.float64)
     settings = {"bank_size": bank_size, **({"mini_batch_size": 3} if cached else {})}
-    distill = {"distill": kind, "distill_weight": 0.7, "distill_temperature": more.get("temperature", 1.0)}
+    distill = {
+        "distill": kind,
+        "distill_weight": 0.7,
+        "distill_temperature": more.get("temperature", 1.0),
+    }
     make: Any = CachedContAccumLoss if cached else ContAccumLoss
     found, term = [], torch.zeros(())
     for given in ({}, distill):
@@ -76,11 +84,20 @@ def test_every_method_adds_the_term_of_its_local_rows(model, kind, more, bank_si
         encoder.zero_grad()
         value.backward()
         if not given:
-            embeddings = [encoder(column)["sentence_embedding"] for column in features(encoder, 10, 4)]
-            term = 0.7 * theirs(kind, "cos", 20.0, more).compute_loss_from_embeddings(embeddings, labels)
+            embeddings = [
+                encoder(column)["sentence_embedding"] for column in features(encoder, 10, 4)
+            ]
+            term = 0.7 * theirs(kind, "cos", 20.0, more).compute_loss_from_embeddings(
+                embeddings, labels
+            )
             term.backward()
         assert ("distill_loss" in loss_fn.last) == bool(given)
-        found.append((value.item(), torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])))
+        found.append(
+            (
+                value.item(),
+                torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None]),
+            )
+        )
     assert found[1][0] == pytest.approx(found[0][0] + term.item(), abs=1e-10) and term > 0.01
     assert (found[0][1] - found[1][1]).abs().max() < 1e-9
     assert loss_fn.last["distill_loss"].item() == pytest.approx(term.item() / 0.7, abs=1e-10)
@@ -97,18 +114,29 @@ def test_ids_and_scores_come_in_one_tensor_or_either_alone():
     assert split_labels(torch.rand(5), 4) == split_labels(torch.rand(5, 4), 4) == (None, None)
 
 
-def test_scores_beside_ids_leave_masks_as_they_are_and_scores_that_nobody_asked_for_are_said_once(model, caplog):
+def test_scores_beside_ids_leave_masks_as_they_are_and_scores_that_nobody_asked_for_are_said_once(
+    model, caplog
+):
     """A known positive of another row is no negative, with scores as without."""
     batch = features(model, 6, 3)
     ids = torch.arange(18).reshape(3, 6).T.contiguous()
     scores = torch.randn(6, 2)
-    labels = {"ids": ids, "both": torch.cat([ids, scores.view(torch.int32).long()], dim=1), "scores": scores}
+    labels = {
+        "ids": ids,
+        "both": torch.cat([ids, scores.view(torch.int32).long()], dim=1),
+        "scores": scores,
+    }
     found = {}
     for name, given in labels.items():
-        loss_fn = ContAccumLoss(model, 0, **({} if name == "ids" else {"distill": "kl", "distill_weight": 1e-9}))
+        loss_fn = ContAccumLoss(
+            model, 0, **({} if name == "ids" else {"distill": "kl", "distill_weight": 1e-9})
+        )
         loss_fn.set_known_positives(torch.arange(6), 6 + torch.arange(6).roll(1))
         found[name] = loss_fn([dict(x) for x in batch], given).item()
-    assert found["both"] == pytest.approx(found["ids"], abs=1e-6) and abs(found["scores"] - found["ids"]) > 0.01
+    assert (
+        found["both"] == pytest.approx(found["ids"], abs=1e-6)
+        and abs(found["scores"] - found["ids"]) > 0.01
+    )
     assert not caplog.records
     loss_fn = ContAccumLoss(model, 0)
     for _ in range(3):  # it is said once
@@ -124,10 +152,17 @@ def test_in_a_matryoshka_loss_the_term_counts_at_each_size(model, cached):
     make: Any = CachedContAccumLoss if cached else ContAccumLoss
     for given in ({}, {"distill": "margin_mse", "distill_weight": 0.1}):
         loss_fn = make(model, 0, 1.0, dot_score, **given)
-        found.append(MatryoshkaLoss(model, loss_fn, [16, 8], [1.0, 3.0])(features(model, 6, 3), labels).item())
+        found.append(
+            MatryoshkaLoss(model, loss_fn, [16, 8], [1.0, 3.0])(
+                features(model, 6, 3), labels
+            ).item()
+        )
     embeddings = [model(column)["sentence_embedding"] for column in features(model, 6, 3)]
     loss = theirs("margin_mse", "cos", 1.0, {})
-    terms = [loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item() for size in (16, 8)]
+    terms = [
+        loss.compute_loss_from_embeddings([x[:, :size] for x in embeddings], labels).item()
+        for size in (16, 8)
+    ]
     assert found[1] - found[0] == pytest.approx(0.1 * (terms[0] + 3 * terms[1]), abs=1e-10)
 
 

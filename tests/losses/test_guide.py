@@ -29,13 +29,27 @@ def model() -> DualEncoder:
 def guide(tiny_config, tiny_tokenizer, request) -> DualEncoder:
     tokens = tiny_tokenizer
     if request.param == "other tokens":
-        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(WORDS), *"abcdefghijklmnopqrstuvwxyz0123456789"]
-        tokens = BertTokenizerFast(vocab={t: i for i, t in enumerate(dict.fromkeys(names))}, model_max_length=64)
+        names = [
+            "[PAD]",
+            "[UNK]",
+            "[CLS]",
+            "[SEP]",
+            "[MASK]",
+            *sorted(WORDS),
+            *"abcdefghijklmnopqrstuvwxyz0123456789",
+        ]
+        tokens = BertTokenizerFast(
+            vocab={t: i for i, t in enumerate(dict.fromkeys(names))}, model_max_length=64
+        )
     config = copy.deepcopy(tiny_config)
     config.hidden_size, config.vocab_size = 16, max(len(tokens), config.vocab_size)
     limit = 5 if request.param == "shorter" else None
     torch.manual_seed(5)
-    given: dict[str, Any] = {"query_max_length": limit, "passage_max_length": limit, "pooling": "mean"}
+    given: dict[str, Any] = {
+        "query_max_length": limit,
+        "passage_max_length": limit,
+        "pooling": "mean",
+    }
     return DualEncoder.from_backbone(config, tokenizer=tokens, **given).double().train()
 
 
@@ -52,7 +66,9 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [2, 3], ids=["pairs", "triplets"])
 @pytest.mark.parametrize("margin", [("absolute", 0.0), ("absolute", 0.02), ("relative", 0.03)])
-def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_drifts(model, guide, margin, columns):
+def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_drifts(
+    model, guide, margin, columns
+):
     parts, (strategy, value) = 4, margin
     gist: Any = {**GIST, "margin_strategy": strategy, "margin": value}
     given: Any = {**OURS, "guide": guide, "guide_margin": value, "guide_margin_strategy": strategy}
@@ -78,7 +94,9 @@ def test_accumulated_gradient_equals_gist_embed_of_the_full_batch_when_nothing_d
 @pytest.mark.parametrize("guide", ["other tokens"], indirect=True)
 def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(model, guide, monkeypatch):
     asked: list[int] = []
-    guide.register_forward_hook(lambda module, inputs, output: asked.append(len(output["sentence_embedding"])))
+    guide.register_forward_hook(
+        lambda module, inputs, output: asked.append(len(output["sentence_embedding"]))
+    )
     found = []
     for loss_fn in (
         ContAccumLoss(model, 64, guide=guide, guide_margin=0.02),
@@ -89,7 +107,9 @@ def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(model, guide
         for seed in range(3):
             wrapped(batch(model, range(seed, seed + 2), 3), None).backward()
         found.append(gradient(model))
-        assert [x.bank.guide.documents.shape for x in loss_fn.info_nces.values()] == [(64, 2, 16)] * 2
+        assert [x.bank.guide.documents.shape for x in loss_fn.info_nces.values()] == [
+            (64, 2, 16)
+        ] * 2
         assert loss_fn.last["masked"] > 0
     assert asked == [8] * 9 + [4] * 18
     assert (found[0] - found[1]).abs().max() < 1e-10 < 1e-3 < found[0].abs().max()
@@ -97,7 +117,9 @@ def test_matryoshka_asks_the_guide_once_for_all_sizes_cached_or_not(model, guide
 
 @pytest.mark.parametrize("guide", ["same tokens"], indirect=True)
 def test_what_a_guide_cannot_read_is_refused(model, guide, tiny_tokenizer):
-    static = SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)])
+    static = SentenceTransformer(
+        modules=[StaticEmbedding(tiny_tokenizer.backend_tokenizer, embedding_dim=8)]
+    )
     with pytest.raises(ConfigError, match="each need a tokenizer"):
         ContAccumLoss(static, guide=guide)
     loss_fn = ContAccumLoss(model, 8, guide=guide)

@@ -30,8 +30,13 @@ from contaccum.retrieval.store import EmbeddingStore
 DOCUMENTS = sentences(40, 5, 9)
 
 
-def write_store(folder: Path, model: Any, texts: list[str] = DOCUMENTS, **settings: Any) -> EmbeddingStore:
-    corpus = write_lines(folder / "corpus.jsonl", [{"_id": f"d{row}", "text": text} for row, text in enumerate(texts)])
+def write_store(
+    folder: Path, model: Any, texts: list[str] = DOCUMENTS, **settings: Any
+) -> EmbeddingStore:
+    corpus = write_lines(
+        folder / "corpus.jsonl",
+        [{"_id": f"d{row}", "text": text} for row, text in enumerate(texts)],
+    )
     settings = {"shard_size": 16, **settings}
     encoder = CorpusEncoder(model, "tiny", corpus, folder / "store", **settings)
     assert encoder.encode(show_progress=False).is_finished
@@ -47,7 +52,9 @@ def training_pairs(n: int = 24) -> Dataset:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_loss_and_gradient_equal_a_dense_softmax_over_the_stored_embeddings(tmp_path, dtype, similarity):
+def test_loss_and_gradient_equal_a_dense_softmax_over_the_stored_embeddings(
+    tmp_path, dtype, similarity
+):
     model = tiny_encoder(normalize=False, similarity=similarity)
     texts = [*DOCUMENTS, DOCUMENTS[2]]  # one document is there twice
     store = write_store(tmp_path, model, texts, dtype=dtype)
@@ -73,7 +80,9 @@ def test_loss_and_gradient_equal_a_dense_softmax_over_the_stored_embeddings(tmp_
         logits = dense_queries @ documents.T * 5.0
     excluded = torch.zeros(8, 41, dtype=torch.bool)
     excluded[0, 1] = excluded[1, 0] = excluded[2, 40] = True
-    expected = torch.nn.functional.cross_entropy(logits.masked_fill(excluded, -torch.inf), torch.arange(8))
+    expected = torch.nn.functional.cross_entropy(
+        logits.masked_fill(excluded, -torch.inf), torch.arange(8)
+    )
     expected.backward()
     # Lengths of documents are float32.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -83,7 +92,9 @@ def test_loss_and_gradient_equal_a_dense_softmax_over_the_stored_embeddings(tmp_
 
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
-def test_trained_by_sentence_transformers_the_query_side_learns_and_the_store_stays_valid(tmp_path, tied, adapter):
+def test_trained_by_sentence_transformers_the_query_side_learns_and_the_store_stays_valid(
+    tmp_path, tied, adapter
+):
     base = tmp_path / "base"
     tiny_encoder(tied).save_pretrained(str(base))
     model = DualEncoder.from_pretrained(base, device="cpu")
@@ -106,7 +117,9 @@ def test_trained_by_sentence_transformers_the_query_side_learns_and_the_store_st
         disable_tqdm=True,
     )
     collator = QuerySideCollator.of_dataset(model, loss.documents, data)
-    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss, data_collator=collator)
+    trainer = SentenceTransformerTrainer(
+        model=model, args=args, train_dataset=data, loss=loss, data_collator=collator
+    )
     batch = collator([data[index] for index in range(24)])
     labels = batch.pop("label")
 
@@ -145,7 +158,9 @@ def test_a_tower_has_the_fingerprints_of_the_tied_model_that_it_was():
         assert tokenisation_fingerprint(untied, kind) == tokenisation_fingerprint(tied, kind)
     tied.prompts["document"] = "passage: "
     assert tokenisation_fingerprint(untied, "query") == tokenisation_fingerprint(tied, "query")
-    assert tokenisation_fingerprint(untied, "document") != tokenisation_fingerprint(tied, "document")
+    assert tokenisation_fingerprint(untied, "document") != tokenisation_fingerprint(
+        tied, "document"
+    )
 
 
 def test_a_store_that_another_model_wrote_is_refused(tmp_path):

@@ -25,7 +25,9 @@ def layouts(tokenizer: Any, texts: list[str]) -> dict[str, dict[str, Any]]:
             ones = [[0] * len(pad) + [1] * len(row) for pad, row in pads]
             mask = torch.tensor([x[::-1] if side == "right" else x for x in ones])
             found[f"{side} {more}"] = {"input_ids": torch.tensor(ids), "attention_mask": mask}
-    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=2)
+    flatten = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=2
+    )
     flat = flatten([{"input_ids": row} for row in rows])
     found["flattened"] = {key: x for key, x in flat.items() if key != "labels"}
     found["flattened by places"] = {key: flat[key] for key in ("input_ids", "position_ids")}
@@ -36,18 +38,27 @@ def layouts(tokenizer: Any, texts: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def test_a_text_has_one_id_however_its_batch_is_laid_out(tiny_tokenizer):
-    found = {name: content_ids(features) for name, features in layouts(tiny_tokenizer, TEXTS * 2).items()}
+    found = {
+        name: content_ids(features) for name, features in layouts(tiny_tokenizer, TEXTS * 2).items()
+    }
     first = found.pop("right 0")
-    assert len({*first.tolist()}) == len(TEXTS) and torch.equal(first[: len(TEXTS)], first[len(TEXTS) :])
+    assert len({*first.tolist()}) == len(TEXTS) and torch.equal(
+        first[: len(TEXTS)], first[len(TEXTS) :]
+    )
     assert all(torch.equal(ids, first) for ids in found.values()) and len(found) == 6
-    alone = [content_ids(tiny_tokenizer([text], return_tensors="pt")).item() for text in ("cat", "dog cat")]
+    alone = [
+        content_ids(tiny_tokenizer([text], return_tensors="pt")).item()
+        for text in ("cat", "dog cat")
+    ]
     assert alone == [first[10].item(), first[12].item()]
 
 
 def test_ids_of_a_hundred_thousand_short_texts_are_distinct_and_cut_texts_are_equal(tiny_tokenizer):
     tokens = torch.randint(5, 90, (100_000, 4), generator=torch.Generator().manual_seed(0))
     assert len(set(content_ids({"input_ids": tokens}).tolist())) == len(tokens.unique(dim=0))
-    cut = tiny_tokenizer(["cat dog cat dog", "cat dog cat bird"], truncation=True, max_length=4, return_tensors="pt")
+    cut = tiny_tokenizer(
+        ["cat dog cat dog", "cat dog cat bird"], truncation=True, max_length=4, return_tensors="pt"
+    )
     assert len(set(content_ids(cut).tolist())) == 1
 
 
@@ -66,7 +77,10 @@ def test_the_first_texts_of_any_layout_keep_their_ids(tiny_tokenizer, rows):
 def images(kind: str, pictures: list[list[Tensor]]) -> dict[str, Any]:
     """Features of texts with pictures behind equal placeholder tokens, as processors of three kinds give them."""
     n, flat = len(pictures), [picture for of_text in pictures for picture in of_text]
-    features: dict[str, Any] = {"input_ids": torch.full((n, 6), 7), "attention_mask": torch.ones(n, 6)}
+    features: dict[str, Any] = {
+        "input_ids": torch.full((n, 6), 7),
+        "attention_mask": torch.ones(n, 6),
+    }
     if kind != "a picture a text":
         features["num_images_per_sample"] = torch.tensor([len(of_text) for of_text in pictures])
     features["pixel_values"] = torch.stack(flat)
@@ -90,8 +104,13 @@ def test_pictures_behind_equal_tokens_are_told_apart(kind, dtype):
         ids = content_ids(found)
         assert ids[0] == ids[4] and len({*ids.tolist()}) == 5
         assert torch.equal(content_ids(first_rows(found, 4)), ids[:4])
-        assert content_ids({key: x for key, x in found.items() if not key.startswith("num_")}) is None
-        assert first_rows({key: x for key, x in found.items() if not key.startswith("num_")}, 4) is None
+        assert (
+            content_ids({key: x for key, x in found.items() if not key.startswith("num_")}) is None
+        )
+        assert (
+            first_rows({key: x for key, x in found.items() if not key.startswith("num_")}, 4)
+            is None
+        )
 
 
 def test_what_a_model_added_and_padding_with_zeros_change_no_id():
@@ -102,4 +121,7 @@ def test_what_a_model_added_and_padding_with_zeros_change_no_id():
     longer = features | {"input_features": torch.nn.functional.pad(audio, (0, 7))}
     added = {"token_embeddings": torch.randn(4, 3, 8), "sentence_embedding": torch.randn(4, 8)}
     assert torch.equal(content_ids(longer | added), ids)
-    assert content_ids({"task": "query"}) is None and content_ids({"input_ids": torch.arange(9)}) is None
+    assert (
+        content_ids({"task": "query"}) is None
+        and content_ids({"input_ids": torch.arange(9)}) is None
+    )

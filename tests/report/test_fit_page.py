@@ -19,10 +19,14 @@ SCRIPT = "<script>alert(1)</script>"
 def record_of(base: float, trained: float) -> dict[str, Any]:
     """What `contaccum fit` writes, of ten queries that all have the same score."""
     queries = [f"q{number}" for number in range(10)]
-    verdict = judge(dict.fromkeys(queries, trained), dict.fromkeys(queries, base), dict.fromkeys(queries, 0.5))
+    verdict = judge(
+        dict.fromkeys(queries, trained), dict.fromkeys(queries, base), dict.fromkeys(queries, 0.5)
+    )
     scores = []
     for name, score in (("BM25", 0.5), ("a model (as it is)", base), ("trained", trained)):
-        scores.append({"name": name, "dev": score, "NDCG@10": score, "MRR@10": score, "Recall@100": 1.0})
+        scores.append(
+            {"name": name, "dev": score, "NDCG@10": score, "MRR@10": score, "Recall@100": 1.0}
+        )
     document = {"title": f"A title {SCRIPT}", "text": "word " * 200}
     change = {
         "query": f"a question {SCRIPT}",
@@ -37,7 +41,14 @@ def record_of(base: float, trained: float) -> dict[str, Any]:
     for number, (rate, score) in enumerate([(0.01, 0.7), (0.03, 0.6), (0.1, None)]):
         trial_settings = {"method": "query_side", "learning_rate": rate}
         trials.append(
-            {"trial": number, "settings": trial_settings, "score": score, "seconds": 1.0, "updates": 9, "note": ""}
+            {
+                "trial": number,
+                "settings": trial_settings,
+                "score": score,
+                "seconds": 1.0,
+                "updates": 9,
+                "note": "",
+            }
         )
     against_base = {"difference": 0.1, "low": 0.05, "high": 0.15}
     return {
@@ -45,15 +56,30 @@ def record_of(base: float, trained: float) -> dict[str, Any]:
         "warnings": ["take this with care"],
         "model": "a model",
         "data": {"path": "https://user:hunter2secret@host/pairs.csv", "corpus": None},
-        "split": {"train": 70, "dev": 10, "test": 10, "documents": {"train": 80, "dev": 90, "test": 90}},
+        "split": {
+            "train": 70,
+            "dev": 10,
+            "test": 10,
+            "documents": {"train": 80, "dev": 90, "test": 90},
+        },
         "scores": scores,
-        "choice": {"settings": settings, "trial": 0, "score": 0.7, "against_base": against_base, "warnings": []},
+        "choice": {
+            "settings": settings,
+            "trial": 0,
+            "score": 0.7,
+            "against_base": against_base,
+            "warnings": [],
+        },
         "trials": trials,
         "changes": {"gained": [change], "lost": [], "num_gained": 10, "num_lost": 0, "num_same": 0},
         "settings": {"model": "a model", "learning_rate": 0.01},
         "seconds": {"search": 10.0, "total": 20.0},
         "budget_seconds": 60.0,
-        "made_with": {"versions": {"python": "3.11"}, "git_commit": None, "time": "2026-01-01T00:00:00+00:00"},
+        "made_with": {
+            "versions": {"python": "3.11"},
+            "git_commit": None,
+            "time": "2026-01-01T00:00:00+00:00",
+        },
     }
 
 
@@ -101,7 +127,9 @@ def test_the_base_model_is_to_be_kept_unless_the_trained_one_is_better(tmp_path,
 def test_the_curves_are_those_of_the_logs(tmp_path):
     (tmp_path / "model").mkdir()
     lines = [{"update": update, "loss": 1.0 / update, "learning_rate": 0.1} for update in (1, 2, 3)]
-    (tmp_path / "model" / "train_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "model" / "train_log.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     page = page_of(tmp_path, record_of(0.4, 0.6))
     assert "<h2>Training" in page
     assert "<figcaption>loss</figcaption>" in page

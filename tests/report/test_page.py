@@ -33,12 +33,31 @@ class Made:
     def training_run(self, name: str, offset: float = 0.0, **arguments: Any) -> Path:
         """Twelve updates of a bank of 512, evaluated three times, best at the eighth."""
         settings = {"bank_size": 512, "learning_rate": 5e-5, **arguments}
-        record = {"method": "contaccum", "seed": 7, "pairs_per_update": 128, "updates": 12, "arguments": settings}
-        self.write(f"{name}/run.json", {**record, "data": {"fingerprint": "f" * 64}, "model": {"base": "MiniLM"}})
-        line = {"bank_fill": 512, "drift_cosine_query": 0.1, "seconds": 0.5, "peak_memory_mb": 700.0}
-        self.write(f"{name}/train_log.jsonl", [{**line, "update": u, "loss": 3.0 / u + offset} for u in range(1, 13)])
+        record = {
+            "method": "contaccum",
+            "seed": 7,
+            "pairs_per_update": 128,
+            "updates": 12,
+            "arguments": settings,
+        }
+        self.write(
+            f"{name}/run.json",
+            {**record, "data": {"fingerprint": "f" * 64}, "model": {"base": "MiniLM"}},
+        )
+        line = {
+            "bank_fill": 512,
+            "drift_cosine_query": 0.1,
+            "seconds": 0.5,
+            "peak_memory_mb": 700.0,
+        }
+        self.write(
+            f"{name}/train_log.jsonl",
+            [{**line, "update": u, "loss": 3.0 / u + offset} for u in range(1, 13)],
+        )
         scores = ((4, 0.61), (8, 0.7234), (12, 0.70))
-        self.write(f"{name}/eval_log.jsonl", [{"update": u, "eval_ndcg@10": x + offset} for u, x in scores])
+        self.write(
+            f"{name}/eval_log.jsonl", [{"update": u, "eval_ndcg@10": x + offset} for u, x in scores]
+        )
         return self.root / name
 
     def evaluation(self, name: str, gain: float = 0.0, fingerprint: str = "d" * 64) -> Path:
@@ -47,8 +66,16 @@ class Made:
         scores = {f"q{n}": 0.5 + changes.get(n, gain / 5 if n < 15 else 0.0) for n in range(20)}
         record = {
             "metrics": {"NDCG@10": sum(scores.values()) / 20, "Recall@100": 0.9},
-            "per_query": {query: {"NDCG@10": score, "Recall@100": 0.9} for query, score in scores.items()},
-            "data": {"name": "made", "split": "test", "queries": 20, "documents": 40, "fingerprint": fingerprint},
+            "per_query": {
+                query: {"NDCG@10": score, "Recall@100": 0.9} for query, score in scores.items()
+            },
+            "data": {
+                "name": "made",
+                "split": "test",
+                "queries": 20,
+                "documents": 40,
+                "fingerprint": fingerprint,
+            },
             "model": {"name": f"models/{name}"},
             "search": {"index": "Flat"},
             "versions": {HARM: HARM},
@@ -76,7 +103,9 @@ def page(everything) -> str:
 
 def rows_of(page: str) -> list[list[str]]:
     """The rows of all tables of a page, as texts."""
-    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    rows = [
+        re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)
+    ]
     return [[unescape(cell) for cell in row] for row in rows]
 
 
@@ -85,26 +114,37 @@ def test_everything_mixes_on_one_page_that_needs_nothing_else(page):
         assert f">{title}</" in page
     assert page.count("<style>") == 1 and page.count("<svg ") == 5
     assert not re.search(r"<(script|link|img|image|iframe|object|base|a)\b", page)
-    assert not re.search(r"<[^>]* (src|href|on\w+)=", page) and set(re.findall(r'xlink:href="(.)', page)) <= {"#"}
+    assert not re.search(r"<[^>]* (src|href|on\w+)=", page) and set(
+        re.findall(r'xlink:href="(.)', page)
+    ) <= {"#"}
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'"
     assert "@import" not in page and set(re.findall(r"url\((.)", page)) == {"#"}  # clip paths
     assert "currentColor" in page and "<metadata" not in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert ids and len(ids) == len(set(ids))  # though each picture names its own
-    assert "prefers-color-scheme: dark" in page and 'name="color-scheme" content="light dark"' in page
+    assert (
+        "prefers-color-scheme: dark" in page and 'name="color-scheme" content="light dark"' in page
+    )
 
 
 def test_texts_from_files_are_escaped_wherever_they_stand(made):
     harm = "<script>taken()</script>"
     run = made.training_run("x<b>$\\n$", bank_dtype=harm)
     page = build_page([run, made.evaluation("base"), made.evaluation(f'x">{harm}', 0.2)])
-    assert "<script>" not in page and page.count("taken") > 2 and "<b>$" not in page and "<img" not in page
+    assert (
+        "<script>" not in page
+        and page.count("taken") > 2
+        and "<b>$" not in page
+        and "<img" not in page
+    )
 
 
 def test_differences_are_those_of_the_paired_bootstrap(everything, page):
     base, tuned = (json.loads(path.read_text())["per_query"] for path in everything[2:4])
-    expected = paired_bootstrap([v["NDCG@10"] for v in tuned.values()], [v["NDCG@10"] for v in base.values()])
+    expected = paired_bootstrap(
+        [v["NDCG@10"] for v in tuned.values()], [v["NDCG@10"] for v in base.values()]
+    )
     rows = rows_of(page)
     (row,) = [row for row in rows if row[0] == "tuned" and row[-3:] == ["14", "5", "1"]]
     assert row[1] == f"{sum(v['NDCG@10'] for v in tuned.values()) / 20:.4f}"
@@ -116,7 +156,9 @@ def test_differences_are_those_of_the_paired_bootstrap(everything, page):
 
 
 def test_only_results_on_the_same_data_are_compared(made):
-    page = build_page([made.evaluation("base"), made.evaluation("other", 0.1, fingerprint="e" * 64)])
+    page = build_page(
+        [made.evaluation("base"), made.evaluation("other", 0.1, fingerprint="e" * 64)]
+    )
     assert page.count("<h2>Result on made (test)</h2>") == 2 and "against base" not in page
 
 
@@ -248,9 +290,17 @@ def test_pictures_with_equal_titles_do_not_share_ids():
 
 
 def test_a_log_warns_as_its_run_did_and_is_drawn_up_to_where_a_kill_cut_it(made):
-    line = {"loss": 1.0, "columns": 100, "embedding_spread": 1e-6, "seconds": 1.0, "peak_memory_mb": 1.0}
+    line = {
+        "loss": 1.0,
+        "columns": 100,
+        "embedding_spread": 1e-6,
+        "seconds": 1.0,
+        "peak_memory_mb": 1.0,
+    }
     folder = made.training_run("mine")
-    log = made.write("mine/train_log.jsonl", [{"update": n, **line, "skipped": "gradient"} for n in range(9)])
+    log = made.write(
+        "mine/train_log.jsonl", [{"update": n, **line, "skipped": "gradient"} for n in range(9)]
+    )
     log.write_text(log.read_text() + '{"update": 13, "lo')
     page = build_page([folder])
     assert "mine: update 2: collapse: all passages" in page and "mine: update 3: skipped" in page
@@ -262,7 +312,10 @@ def test_reports_of_the_version_before_are_still_read():
     figures = {f"{group['mean']:.4f}", f"{group['sd']:.4f}"}
     page = build_page([path])
     assert any(row[0] == "published" and figures <= set(row) for row in rows_of(page))
-    assert "nDCG@10 by seconds of training" in page and "Mean and standard deviation (sd) are over seeds." in page
+    assert (
+        "nDCG@10 by seconds of training" in page
+        and "Mean and standard deviation (sd) are over seeds." in page
+    )
 
 
 @pytest.mark.parametrize("content", [None, "hello", '{"a": 1}', "[1]"])
@@ -276,7 +329,9 @@ def test_what_is_nothing_to_report_is_named(tmp_path, content):
 
 def test_a_metric_that_no_result_has_is_refused(everything):
     assert "Recall@100 against base" in build_page(everything[2:4], "Recall@100")
-    with pytest.raises(ConfigError, match="--metric NDCG@7: no result has it; there are NDCG@10, Recall@100"):
+    with pytest.raises(
+        ConfigError, match="--metric NDCG@7: no result has it; there are NDCG@10, Recall@100"
+    ):
         build_page(everything[2:4], "NDCG@7")
 
 
@@ -290,13 +345,22 @@ def test_lines_are_means_over_seeds_with_a_band_as_far_as_all_runs_last():
     assert mean.get_xydata().tolist() == [[0, 0.5], [10, 1.5]]
     assert (mean.get_color(), other.get_color()) == ("C1", "C2")  # as the page's legend has them
     (band,) = axes.collections
-    assert {tuple(point) for point in band.get_paths()[0].vertices} == {(0, 0), (0, 1), (10, 1), (10, 2)}
+    assert {tuple(point) for point in band.get_paths()[0].vertices} == {
+        (0, 0),
+        (0, 1),
+        (10, 1),
+        (10, 2),
+    }
 
 
-def test_a_page_is_written_without_credentials_and_a_bad_path_leaves_what_was_there(tmp_path, capsys, monkeypatch):
+def test_a_page_is_written_without_credentials_and_a_bad_path_leaves_what_was_there(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("MY_TOKEN", "abcdefgh1234")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"arguments": {"run_note": "abcdefgh1234"}}))
+    (tmp_path / "run" / "run.json").write_text(
+        json.dumps({"arguments": {"run_note": "abcdefgh1234"}})
+    )
     output = tmp_path / "out" / "report.html"
     assert main(["report", str(tmp_path / "run"), "--output", str(output)]) == 0
     page = output.read_text()

@@ -8,18 +8,35 @@ from tiny_models import tiny_encoder
 from contaccum import DualEncoder
 from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError, UserError
-from contaccum.retrieval.encode import encode_texts, metric_of, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import (
+    encode_texts,
+    metric_of,
+    model_fingerprint,
+    tokenisation_fingerprint,
+)
 
-TEXTS = ["red cat", "", "the dog sits under the old tree near the river " * 9, "cat", "moon?", "the bird flies"] + [
-    "stone " * length for length in range(1, 60, 3)
-]
+TEXTS = [
+    "red cat",
+    "",
+    "the dog sits under the old tree near the river " * 9,
+    "cat",
+    "moon?",
+    "the bird flies",
+] + ["stone " * length for length in range(1, 60, 3)]
 
 
 @pytest.fixture
 def model() -> DualEncoder:
     """Towers, prompts and lengths of their own; dropout on."""
     lengths = {"query_max_length": 12, "passage_max_length": 40}
-    return tiny_encoder(False, 0.1, normalize=False, query_prompt="where is: ", passage_prompt="the text: ", **lengths)
+    return tiny_encoder(
+        False,
+        0.1,
+        normalize=False,
+        query_prompt="where is: ",
+        passage_prompt="the text: ",
+        **lengths,
+    )
 
 
 @pytest.mark.parametrize("kind", ["query", "document"])

@@ -27,7 +27,9 @@ def by_numpy(documents: np.ndarray, queries: np.ndarray, k: int, metric: str) ->
     """Scores in float64, and rows by score."""
     documents, queries = documents.astype(np.float64), queries.astype(np.float64)
     if metric == "cos":
-        documents, queries = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (documents, queries))
+        documents, queries = (
+            x / np.linalg.norm(x, axis=1, keepdims=True) for x in (documents, queries)
+        )
     scores = queries @ documents.T
     rows = np.argsort(-scores, axis=1)[:, :k]
     return np.take_along_axis(scores, rows, axis=1), rows
@@ -55,7 +57,9 @@ def test_equal_scores_are_ordered_by_id_across_slices_and_at_the_kth_place(facto
     slices_of(29)
     rng = np.random.default_rng(0)
     # Whole numbers, whose products are exact: ten equal documents each.
-    documents = np.repeat(rng.integers(-9, 9, (13, 16)), 10, axis=0)[rng.permutation(130)].astype(np.float32)
+    documents = np.repeat(rng.integers(-9, 9, (13, 16)), 10, axis=0)[rng.permutation(130)].astype(
+        np.float32
+    )
     ids = [f"d{number}" for number in rng.permutation(130)]
     queries = rng.integers(-9, 9, (30, 16)).astype(np.float32)
     exact = queries @ documents.T
@@ -63,7 +67,10 @@ def test_equal_scores_are_ordered_by_id_across_slices_and_at_the_kth_place(facto
         scores, rows = search(build_index(documents, factory, "dot", ids=ids), queries, k)
         for line in range(30):
             there = rows[line][rows[line] >= 0]
-            best = sorted(range(130) if factory == "Flat" else there, key=lambda row: (-exact[line, row], ids[row]))
+            best = sorted(
+                range(130) if factory == "Flat" else there,
+                key=lambda row: (-exact[line, row], ids[row]),
+            )
             assert there.tolist() == best[:k]
             np.testing.assert_array_equal(scores[line][: len(there)], exact[line, there])
 
@@ -73,7 +80,9 @@ def test_nan_and_numbers_that_are_too_large_are_refused_by_their_row(slices_of):
     for wrong in (np.inf, np.nan, 1e30):
         documents = vectors(100)
         documents[77, 3] = wrong
-        with pytest.raises(UserError, match="document embedding 77 holds NaN, infinity or numbers too large"):
+        with pytest.raises(
+            UserError, match="document embedding 77 holds NaN, infinity or numbers too large"
+        ):
             search(build_index(documents), vectors(2), 5)
         with pytest.raises(UserError, match="document embedding 77"):
             build_index(documents, "HNSW8")
@@ -89,7 +98,9 @@ def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slice
     expected = search(build_index(documents), queries, 2500)
     sent = []
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", lambda index: sent.append(index) or index, raising=False)
+    monkeypatch.setattr(
+        faiss, "index_cpu_to_all_gpus", lambda index: sent.append(index) or index, raising=False
+    )
     index = build_index(documents)
     for k in (5, 2500):
         np.testing.assert_array_equal(search(index, queries, k)[1], expected[1][:, :k])
@@ -135,18 +146,27 @@ def test_an_index_that_cannot_work_is_refused_with_the_reason(factory, parameter
 
 @pytest.fixture
 def store(tmp_path) -> EmbeddingStore:
-    writer = StoreWriter(tmp_path / "store", {"kind": "document", "dtype": "float32", "shard_size": 250})
-    writer.fill(((f"d{n}", "", str(n)) for n in range(600)), lambda texts: vectors(600)[[int(text) for text in texts]])
+    writer = StoreWriter(
+        tmp_path / "store", {"kind": "document", "dtype": "float32", "shard_size": 250}
+    )
+    writer.fill(
+        ((f"d{n}", "", str(n)) for n in range(600)),
+        lambda texts: vectors(600)[[int(text) for text in texts]],
+    )
     return EmbeddingStore.open(tmp_path / "store")
 
 
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF16,Flat", "IVF4,PQ4x4", "SQ8", "IVF8,Flat,RFlat"])
-def test_an_index_is_built_once_and_finds_the_same_from_its_file(store, tmp_path, factory, monkeypatch):
+def test_an_index_is_built_once_and_finds_the_same_from_its_file(
+    store, tmp_path, factory, monkeypatch
+):
     first = open_index(tmp_path / "index.faiss", store, factory)
     monkeypatch.setattr(index_module, "build_index", None)
     again = open_index(tmp_path / "index.faiss", store, factory)
     assert again.parameters == first.parameters
-    for one, other in zip(search(first, vectors(9, seed=1), 20), search(again, vectors(9, seed=1), 20), strict=True):
+    for one, other in zip(
+        search(first, vectors(9, seed=1), 20), search(again, vectors(9, seed=1), 20), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
 
 

@@ -32,7 +32,9 @@ def world():
     """150 documents, 20 queries, of which three share their id with a document; and a model."""
     rng = np.random.default_rng(0)
     corpus = {f"d{number}": {"title": "", "text": f"document {number}"} for number in range(150)}
-    queries = {f"q{number}": f"query {number}" for number in range(17)} | {f"d{n}": f"query {n}" for n in (17, 18, 19)}
+    queries = {f"q{number}": f"query {number}" for number in range(17)} | {
+        f"d{n}": f"query {n}" for n in (17, 18, 19)
+    }
     texts = [document["text"] for document in corpus.values()] + list(queries.values())
     embeddings = {text: rng.normal(size=24).astype(np.float32) for text in texts}
     for docid in ("d17", "d18", "d19"):
@@ -49,7 +51,9 @@ def test_retrieve_equals_beirs_exact_search(world, score_function):
     exact = DenseRetrievalExactSearch(model, show_progress_bar=False)
     ours = FaissSearcher(model, show_progress_bar=False)
     expected, found = (
-        evaluation.EvaluateRetrieval(searcher, [1, 10, 50], score_function).retrieve(corpus, queries)
+        evaluation.EvaluateRetrieval(searcher, [1, 10, 50], score_function).retrieve(
+            corpus, queries
+        )
         for searcher in (exact, ours)
     )
     assert found.keys() == expected.keys()
@@ -65,7 +69,9 @@ def test_a_document_with_the_querys_id_is_dropped_and_replaced_and_results_are_b
     for qid, hits in run.items():
         scores = list(hits.values())
         assert qid not in hits and len(hits) == 5
-        assert scores == sorted(scores, reverse=True) and all(type(score) is float for score in scores)
+        assert scores == sorted(scores, reverse=True) and all(
+            type(score) is float for score in scores
+        )
 
 
 def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_recall(world):
@@ -73,6 +79,8 @@ def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_rec
     searcher = FaissSearcher(model, index="IVF8,Flat", index_parameters="nprobe=1")
     run = searcher.search(corpus, queries, top_k=100)
     assert all(0 < len(hits) < 100 and set(hits) <= set(corpus) for hits in run.values())
-    assert searcher.found["recall"]["queries"] == 20 and 0 < searcher.found["recall"]["recall@100"] < 1
+    assert (
+        searcher.found["recall"]["queries"] == 20 and 0 < searcher.found["recall"]["recall@100"] < 1
+    )
     stages = ("encode_queries", "encode_corpus", "index", "search")
     assert list(searcher.timing) == [f"{stage}_seconds" for stage in stages]

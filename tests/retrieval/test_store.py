@@ -15,7 +15,13 @@ from small_data import contents
 from contaccum.errors import DataError, UserError
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
-IDENTITY = {"kind": "document", "model": "a" * 64, "similarity": "cos", "dtype": "float32", "shard_size": 10}
+IDENTITY = {
+    "kind": "document",
+    "model": "a" * 64,
+    "similarity": "cos",
+    "dtype": "float32",
+    "shard_size": 10,
+}
 ROWS = 25
 EMBEDDINGS = np.random.default_rng(0).standard_normal((ROWS, 4)).astype(np.float32)
 PASSAGES = [(f"id-{row}", "", "x" * row) for row in range(ROWS)]
@@ -42,8 +48,21 @@ def write(folder: Path, **changed: Any) -> Path:
 
 def test_rows_and_ids_come_back_as_they_were_written(tmp_path):
     store = EmbeddingStore.open(write(tmp_path / "s"))
-    assert (len(store), store.shape, store.dtype, store.similarity) == (ROWS, (ROWS, 4), "float32", "cos")
-    for part in (slice(None), slice(3, 21), slice(10, 10), slice(9, 11), slice(24, 99), [24, 0, 9, 10, 10], []):
+    assert (len(store), store.shape, store.dtype, store.similarity) == (
+        ROWS,
+        (ROWS, 4),
+        "float32",
+        "cos",
+    )
+    for part in (
+        slice(None),
+        slice(3, 21),
+        slice(10, 10),
+        slice(9, 11),
+        slice(24, 99),
+        [24, 0, 9, 10, 10],
+        [],
+    ):
         np.testing.assert_array_equal(store[part], EMBEDDINGS[part])
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
     for rows in ([-1], [25], [0, 99]):
@@ -59,7 +78,9 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "cut off":
         os.truncate(shard / "embeddings.npy", 150)
     elif what == "pickled":
-        np.save(shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True)
+        np.save(
+            shard / "embeddings.npy", np.array([[{}] * 4] * 10, dtype=object), allow_pickle=True
+        )
     elif what == "no ids":
         (shard / "ids.arrow").write_bytes(b"x" * (shard / "ids.arrow").stat().st_size)
     elif what == "ids of another":
@@ -69,7 +90,9 @@ def spoil(folder: Path, what: str) -> None:
         about.write_text(json.dumps({**json.loads(about.read_text()), **changed[what]}))
 
 
-@pytest.mark.parametrize("what", ["pickled", "no ids", "ids of another", "the version before", "unfinished"])
+@pytest.mark.parametrize(
+    "what", ["pickled", "no ids", "ids of another", "the version before", "unfinished"]
+)
 def test_what_is_broken_or_foreign_is_refused_in_one_line(tmp_path, what):
     folder = write(tmp_path / "s")
     spoil(folder, what)
@@ -120,7 +143,9 @@ def test_every_shard_is_encoded_by_one_rank_and_the_last_one_finishes_the_store(
     done = []
     for rank in range(ranks):
         writer = start(tmp_path / "s")
-        done.append(writer.fill(PASSAGES, lambda t: encoded.append(len(t)) or encode(t), rank, ranks))
+        done.append(
+            writer.fill(PASSAGES, lambda t: encoded.append(len(t)) or encode(t), rank, ranks)
+        )
         if not done[-1]:
             with pytest.raises(DataError, match="not finished"):
                 EmbeddingStore.open(tmp_path / "s")
@@ -167,9 +192,15 @@ def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatc
 def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, change):
     folder = write(tmp_path / "s", shard_size=5)  # which has no row too few for a shard
     before = contents(folder)
-    changed = {"a text": ("id-3", "", "xx"), "an id": ("other", "", "xxx"), "a title": ("id-3", "x", "xxx")}
+    changed = {
+        "a text": ("id-3", "", "xx"),
+        "an id": ("other", "", "xxx"),
+        "a title": ("id-3", "x", "xxx"),
+    }
     passages = [*PASSAGES[:3], changed.get(change, PASSAGES[3]), *PASSAGES[4:]]
-    passages = {"fewer": passages[:-5], "more": [*passages, *(("new", "", "x"),) * 6]}.get(change, passages)
+    passages = {"fewer": passages[:-5], "more": [*passages, *(("new", "", "x"),) * 6]}.get(
+        change, passages
+    )
     with pytest.raises(DataError, match="another corpus"):
         start(folder, shard_size=5).fill(passages, nothing)
     assert contents(folder) == before
@@ -239,7 +270,9 @@ print(*again)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_process_killed_at_any_instant_loses_the_shard_in_work_alone(tmp_path):
     # A process of its own: it forks, and has no threads of torch.
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     again = [int(word) for word in done.stdout.split()]
     # texts that were encoded again: all 8, then those after the first shard, ... and none once all were written

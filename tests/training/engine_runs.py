@@ -36,7 +36,10 @@ def zero(stage: int) -> dict[str, Any]:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "fsdp": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}},
+    "fsdp": {
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]},
+    },
     **({"zero2": zero(2), "zero3": zero(3)} if is_deepspeed_available() else {}),
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
     "untied": {"gradient_checkpointing": True, "save_steps": 2},
     "float64": {"save_steps": 2},  # which DeepSpeed has not
 }
-GIVEN = {"max_steps": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "max_grad_norm": 0.1}
+GIVEN = {
+    "max_steps": 2,
+    "gradient_accumulation_steps": 2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.1,
+}
 GIVEN |= {"optim": "adamw_torch", "use_cpu": True, "ddp_backend": "gloo", **SAVES}
 
 
@@ -75,10 +83,15 @@ def train(engine: str, case: str, model: Any) -> None:
     trainer.train(str(ROOT / f"{engine}-tied" / "checkpoint-1") if case == "resumed" else None)
     (loss,) = trainer.bank_losses()
     loss.info_nce.end_pending_update()
-    about = {"wrapped": type(trainer.model_wrapped).__name__, "updates": loss.info_nce.clock.num_updates}
+    about = {
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "updates": loss.info_nce.clock.num_updates,
+    }
     (folder / f"rank-{args.process_index}.json").write_text(json.dumps(about))
     if case == "tied":
-        trainer._load_from_checkpoint(str(folder / "checkpoint-1"))  # as transformers does with the best
+        trainer._load_from_checkpoint(
+            str(folder / "checkpoint-1")
+        )  # as transformers does with the best
         trainer.save_model(str(folder / "first"))
     trainer.accelerator.wait_for_everyone()
 

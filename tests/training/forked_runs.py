@@ -34,10 +34,18 @@ transformers_logging.set_verbosity_error()
 
 UPDATES = 6
 ROOT = Path(sys.argv[2])
-GIVEN = {"per_device_train_batch_size": 2, "max_steps": UPDATES, "use_cpu": True, "save_total_limit": 2, **SAVES}
+GIVEN = {
+    "per_device_train_batch_size": 2,
+    "max_steps": UPDATES,
+    "use_cpu": True,
+    "save_total_limit": 2,
+    **SAVES,
+}
 
 
-def run_in(folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any) -> ContAccumTrainer:
+def run_in(
+    folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
+) -> ContAccumTrainer:
     data = pairs(rows, negatives)
     return trainer_in(folder, data.to_iterable_dataset() if stream else data, **{**GIVEN, **given})
 
@@ -63,7 +71,11 @@ def fork(work: Callable[[], None]) -> int:
         return child
     code = 1
     try:
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        with (
+            open(os.devnull, "w") as null,
+            contextlib.redirect_stdout(null),
+            contextlib.redirect_stderr(null),
+        ):
             work()
         code = 0
     except SystemExit as stop:
@@ -113,14 +125,23 @@ def kill(kills: int) -> dict[str, Any]:
         os.close(reading)
         if code == -signal.SIGKILL:
             killed += 1
-            reached.append(max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0))
-            if (folder / f"checkpoint-{UPDATES}" / "contaccum.json").is_file():  # it had ended: nothing is left to do
+            reached.append(
+                max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0)
+            )
+            if (
+                folder / f"checkpoint-{UPDATES}" / "contaccum.json"
+            ).is_file():  # it had ended: nothing is left to do
                 folders[-1] = ROOT / f"killed-{killed}-anew"
         else:
             codes.append(code)
             folders.append(ROOT / f"killed-{len(folders)}")
     codes.append(wait(fork(lambda: train(folders[-1]))))
-    return {"codes": codes, "killed": killed, "reached": reached, "folders": [folder.name for folder in folders]}
+    return {
+        "codes": codes,
+        "killed": killed,
+        "reached": reached,
+        "folders": [folder.name for folder in folders],
+    }
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -128,7 +149,11 @@ CASES: dict[str, dict[str, Any]] = {
     "grad_accum": {"method": "grad_accum", "negatives": 1},
     "grad_cache": {"method": "grad_cache", "negatives": 1},
     "grad_cache, untied": {"method": "grad_cache", "tied": False},
-    "contaccum_cached": {"method": "contaccum_cached", "negatives": 1, "gradient_accumulation_steps": 1},
+    "contaccum_cached": {
+        "method": "contaccum_cached",
+        "negatives": 1,
+        "gradient_accumulation_steps": 1,
+    },
     "contaccum": {"max_grad_norm": 0.5},
     "contaccum, untied": {"tied": False, "negatives": 1, "max_grad_norm": 0.5},
     "pre_batch": {"method": "pre_batch", "negatives": 1},
@@ -158,7 +183,10 @@ def on_ranks(count: int, work: Callable[[int], None]) -> list[int]:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         work(number)
 
-    return [wait(child) for child in [fork(lambda number=number: rank(number)) for number in range(count)]]
+    return [
+        wait(child)
+        for child in [fork(lambda number=number: rank(number)) for number in range(count)]
+    ]
 
 
 def ranks() -> dict[str, Any]:
@@ -179,11 +207,21 @@ def ranks() -> dict[str, Any]:
     codes["2"] = on_ranks(2, lambda number: [case(name, 2) for name in CASES])  # type: ignore[arg-type]  # as above
     codes["4"] = on_ranks(4, lambda number: case("contaccum, untied", 4))
 
-    sizes = {"rows": 24, "total_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
+    sizes = {
+        "rows": 24,
+        "total_train_batch_size": 12,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 4,
+    }
     model = tiny_encoder()
 
     def several(folder: Path, number: int, stop_in: int | None = None, **more: Any) -> None:
-        trainer = run_in(folder, model=model, ddp_backend="gloo", **{**sizes, "gather_across_devices": True, **more})
+        trainer = run_in(
+            folder,
+            model=model,
+            ddp_backend="gloo",
+            **{**sizes, "gather_across_devices": True, **more},
+        )
         if number == 1 and stop_in is not None:
             at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
         trainer.train(resume_from_checkpoint="auto")
@@ -194,7 +232,9 @@ def ranks() -> dict[str, Any]:
     codes["stopped"] = on_ranks(2, lambda number: several(ROOT / "stopped", number, stop_in=4))
     shutil.copytree(ROOT / "stopped", ROOT / "alone")
     codes["resumed"] = on_ranks(2, lambda number: several(ROOT / "stopped", number))
-    codes["alone"] = [wait(fork(lambda: train(ROOT / "alone", model=model, gather_across_devices=True, **sizes)))]
+    codes["alone"] = [
+        wait(fork(lambda: train(ROOT / "alone", model=model, gather_across_devices=True, **sizes)))
+    ]
     return {"codes": codes, "cases": list(CASES)}
 
 

@@ -31,12 +31,21 @@ def model_of(places: Path, tied: bool, dtype: str = "float32") -> DualEncoder:
 
 @pytest.mark.parametrize(
     ("tied", "dtype", "more"),
-    [(True, "float32", {}), (False, "float32", {}), (False, "float32", CHECKPOINTING), (False, "bfloat16", {})],
+    [
+        (True, "float32", {}),
+        (False, "float32", {}),
+        (False, "float32", CHECKPOINTING),
+        (False, "bfloat16", {}),
+    ],
     ids=["tied", "untied", "checkpointing", "bfloat16"],
 )
-def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(places, tmp_path, tied, dtype, more):
+def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
+    places, tmp_path, tied, dtype, more
+):
     def make(folder, **saves):
-        return trainer_in(folder, model=model_of(places, tied, dtype), max_steps=5, **RUN, **more, **saves)
+        return trainer_in(
+            folder, model=model_of(places, tied, dtype), max_steps=5, **RUN, **more, **saves
+        )
 
     before = model_of(places, tied, dtype).state_dict()
     after = assert_resumes(make, tmp_path, 3).model.state_dict()
@@ -51,7 +60,9 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(place
         other = model_of(places, tied, dtype)
         other[0].model.peft_config["default"].lora_alpha = 8
         with pytest.raises(UserError, match="adapters"):
-            trainer_in(tmp_path / "other", model=other, **RUN).train(str(tmp_path / "straight" / "checkpoint-3"))
+            trainer_in(tmp_path / "other", model=other, **RUN).train(
+                str(tmp_path / "straight" / "checkpoint-3")
+            )
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapter"])
@@ -79,14 +90,25 @@ def embeddings(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", ["true", "false"], ids=["tied", "untied"])
-def test_the_command_line_trains_trains_on_and_merges(places, train, tied, tmp_path, monkeypatch, capsys):
+def test_the_command_line_trains_trains_on_and_merges(
+    places, train, tied, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(places)
     first, second = tmp_path / "first", tmp_path / "second"
-    adapter = {"lora_r": 2, "lora_alpha": 8, "lora_target_modules": ["query", "value"], "pooling": "mean"}
+    adapter = {
+        "lora_r": 2,
+        "lora_alpha": 8,
+        "lora_target_modules": ["query", "value"],
+        "pooling": "mean",
+    }
     assert train(first, model="backbone", tied=tied, **adapter) == 0, capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     (one, *_) = [json.loads(file.read_text()) for file in first.rglob("adapter_config.json")]
-    assert (one["r"], one["lora_alpha"], sorted(one["target_modules"])) == (2, 8, ["query", "value"])
+    assert (one["r"], one["lora_alpha"], sorted(one["target_modules"])) == (
+        2,
+        8,
+        ["query", "value"],
+    )
     # Without a learning rate it trains on from where it is: what changes nothing shows where that was.
     assert train(second, model=first, learning_rate=0.0) == 0, capsys.readouterr().err
     assert np.array_equal(embeddings(second), embeddings(first))
@@ -96,22 +118,30 @@ def test_the_command_line_trains_trains_on_and_merges(places, train, tied, tmp_p
     assert not np.allclose(trained, embeddings(first), atol=1e-3)
     for output in (tmp_path / "merged", first):  # where an adapter was
         assert train(output, model=second, learning_rate=0.0, merge_adapter="true", **again) == 0
-        assert np.abs(embeddings(output) - trained).max() < 1e-5 and not list(output.rglob("adapter*"))
+        assert np.abs(embeddings(output) - trained).max() < 1e-5 and not list(
+            output.rglob("adapter*")
+        )
     assert train(second, model=second, merge_adapter="true") == 2
     assert "merge_adapter with model as output_dir" in capsys.readouterr().err
     assert train(second, merge_adapter="true", **again) == 2
     assert "merge_adapter=True without lora_r" in capsys.readouterr().err
 
 
-def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base(places, train, tmp_path):
+def test_an_untied_adapter_comes_of_a_tied_model_and_one_may_lie_beside_its_base(
+    places, train, tmp_path
+):
     full, tied, untied = (tmp_path / name for name in ("full", "tied", "untied"))
-    DualEncoder.from_backbone(places / "backbone", pooling="mean", device="cpu").save_pretrained(str(full))
+    DualEncoder.from_backbone(places / "backbone", pooling="mean", device="cpu").save_pretrained(
+        str(full)
+    )
     before = embeddings(full)
     assert train(tied, model=full, lora_r=2) == 0
     assert train(untied, model=tied, tied="false") == 0
     model = DualEncoder.from_pretrained(untied, device="cpu")
     base = len(list(AutoModel.from_pretrained(full).parameters()))
-    assert not model.tied and sum("lora_" not in name for name, _ in model.named_parameters()) == base
+    assert (
+        not model.tied and sum("lora_" not in name for name, _ in model.named_parameters()) == base
+    )
     assert np.array_equal(embeddings(full), before)
     weights = (full / "model.safetensors").read_bytes()
     assert train(full, model=full, lora_r=2) == 0

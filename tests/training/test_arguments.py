@@ -18,24 +18,43 @@ AUTO = {"per_device_train_batch_size": "auto"}
     ("settings", "named"),
     [
         ({"method": "gradcache"}, ["method", "did you mean 'grad_cache'"]),
-        ({"method": "in_batch", "gradient_accumulation_steps": 4}, ["in_batch", "gradient_accumulation_steps"]),
+        (
+            {"method": "in_batch", "gradient_accumulation_steps": 4},
+            ["in_batch", "gradient_accumulation_steps"],
+        ),
         ({"method": "grad_accum", "bank_size": 128}, ["grad_accum", "bank_size=128"]),
         ({"method": "pre_batch", "query_bank_size": 128}, ["pre_batch", "query_bank_size=128"]),
-        ({"temperature": 0.0}, ["temperature"]),  # and whatever else the loss refuses: tests/bank/test_info_nce.py
+        (
+            {"temperature": 0.0},
+            ["temperature"],
+        ),  # and whatever else the loss refuses: tests/bank/test_info_nce.py
         ({"drift_compensation": "median"}, ["drift_compensation", "auto, mean, fresh, none"]),
         ({"bank_size": -1}, ["bank_size"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
         ({"fp16": True}, ["fp16", "bf16"]),
         ({"deepspeed": "zero.json", "method": "grad_cache"}, ["deepspeed", "method=grad_cache"]),
         ({"deepspeed": "zero.json", "fp16": True}, ["deepspeed", "fp16=true", "bf16=true"]),
-        ({"fsdp": True, **AUTO, "total_train_batch_size": 12}, ["per_device_train_batch_size=auto", "fsdp"]),
+        (
+            {"fsdp": True, **AUTO, "total_train_batch_size": 12},
+            ["per_device_train_batch_size=auto", "fsdp"],
+        ),
         ({"fsdp": True, "refresh_negatives_every": 10}, ["refresh_negatives_every", "fsdp"]),
-        ({"auto_find_batch_size": True}, ["auto_find_batch_size", "per_device_train_batch_size=auto"]),
+        (
+            {"auto_find_batch_size": True},
+            ["auto_find_batch_size", "per_device_train_batch_size=auto"],
+        ),
         (AUTO, ["per_device_train_batch_size=auto", "total_train_batch_size"]),
         ({**AUTO, "total_train_batch_size": 12, "method": "in_batch"}, ["in_batch", "auto"]),
-        ({"total_train_batch_size": 10, "per_device_train_batch_size": 4}, ["total_train_batch_size=10", "=4"]),
         (
-            {"total_train_batch_size": 16, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
+            {"total_train_batch_size": 10, "per_device_train_batch_size": 4},
+            ["total_train_batch_size=10", "=4"],
+        ),
+        (
+            {
+                "total_train_batch_size": 16,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 3,
+            },
             ["total_train_batch_size=16", "gradient_accumulation_steps=3"],
         ),
         ({"refresh_pool": 3}, ["refresh_pool=3", "refresh_negatives_every"]),
@@ -44,7 +63,10 @@ AUTO = {"per_device_train_batch_size": "auto"}
         ({"distill_weight": 2.0}, ["distill_weight=2.0", "without distill"]),
         ({"hardness_strength": 5.0}, ["hardness_strength=5.0", "without hardness_mode"]),
         ({"distill": "kl", "distill_weight": 0.0}, ["distill_weight", "positive number"]),
-        ({"distill": "margin_mse", "distill_temperature": 2.0}, ["distill_temperature=2.0", "distill=margin_mse"]),
+        (
+            {"distill": "margin_mse", "distill_temperature": 2.0},
+            ["distill_temperature=2.0", "distill=margin_mse"],
+        ),
         ({"early_stopping_patience": 2}, ["early_stopping_patience", "eval_strategy=no"]),
         ({"report_to": "tensorbord"}, ["report_to=tensorbord", "not installed"]),
     ],
@@ -94,17 +116,33 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
     given = {"bank_size": 7, "query_bank_size": 0, "normalize_by": "all", "mask_duplicates": False}
     given |= {"bank_hard_negatives": False, "drift_compensation": "none"}
     given |= {"center_gradients": "queries", "bank_weight": 128.0}
-    given |= {"false_negative_margin": 0.1, "guide_margin": 0.2, "guide_margin_strategy": "relative"}
+    given |= {
+        "false_negative_margin": 0.1,
+        "guide_margin": 0.2,
+        "guide_margin_strategy": "relative",
+    }
     given |= {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}
     given |= {"directions": ["query_to_doc", "doc_to_query"], "partition_mode": "per_direction"}
     distill = {"distill": "kl", "distill_weight": 0.5, "distill_temperature": 2.0}
-    args = ContAccumTrainingArguments(output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill)
+    args = ContAccumTrainingArguments(
+        output_dir=str(tmp_path), similarity="dot", temperature=0.5, **given, **distill
+    )
     loss = make_loss(tiny_encoder(), args)
     assert isinstance(loss, ContAccumLoss)
     expected = {**given, "similarity": "dot", "temperature": 0.5, "gather_across_devices": False}
     term = vars(loss.distillation)
-    assert [term[key] for key in ("kind", "weight", "temperature", "similarity", "scale")] == ["kl", 0.5, 2, "dot", 2]
-    passed_on = {name: value for name, value in dataclasses.asdict(loss.settings).items() if name not in no_arguments}
+    assert [term[key] for key in ("kind", "weight", "temperature", "similarity", "scale")] == [
+        "kl",
+        0.5,
+        2,
+        "dot",
+        2,
+    ]
+    passed_on = {
+        name: value
+        for name, value in dataclasses.asdict(loss.settings).items()
+        if name not in no_arguments
+    }
     assert {name: str(value) for name, value in passed_on.items()} == {
         name: str(value) for name, value in expected.items()
     }

@@ -15,7 +15,14 @@ from tiny_runs import RUN, SAVES, at_micro_step, differing, log_of, state_of, tr
 
 from contaccum.errors import UserError
 from contaccum.training import checkpoint
-from contaccum.training.checkpoint import BANK_FILE, MARKER, fault_of, find_checkpoints, remove_oldest, seal
+from contaccum.training.checkpoint import (
+    BANK_FILE,
+    MARKER,
+    fault_of,
+    find_checkpoints,
+    remove_oldest,
+    seal,
+)
 
 
 @pytest.fixture
@@ -30,30 +37,50 @@ def test_a_checkpoint_holds_transformers_files_the_bank_and_what_identifies_the_
     folder = run[0] / "checkpoint-2"
     assert fault_of(folder) is None
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert files >= {
+        "model.safetensors",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "trainer_state.json",
+    }
     assert files >= {BANK_FILE, MARKER} and "training_args.bin" not in files
     marker = json.loads((folder / MARKER).read_text())
-    assert marker["contaccum"] and marker["update"] == 2 and marker["files"].keys() == files - {MARKER}
-    assert marker["settings"]["pairs per update"] == 12 and len(marker["settings"]["data fingerprint"]) == 64
+    assert (
+        marker["contaccum"] and marker["update"] == 2 and marker["files"].keys() == files - {MARKER}
+    )
+    assert (
+        marker["settings"]["pairs per update"] == 12
+        and len(marker["settings"]["data fingerprint"]) == 64
+    )
     for name in ("optimizer.pt", "scheduler.pt"):  # as a checkpoint from somebody else is loaded
         torch.load(folder / name, weights_only=True)
 
 
-def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(run, ended, caplog, capsys):
+def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
+    run, ended, caplog, capsys
+):
     (ended / "checkpoint-8" / MARKER).unlink()
     os.truncate(ended / "checkpoint-7" / "optimizer.pt", 100)
     resumed = trainer_in(ended, **RUN, **SAVES)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
     assert f"passed over {ended / 'checkpoint-8'}: it has no whole {MARKER}" in caplog.text
-    assert f"passed over {ended / 'checkpoint-7'}: optimizer.pt is not what was written" in caplog.text
-    assert f"resuming from         {ended / 'checkpoint-6'} (after 6 updates)" in capsys.readouterr().out
+    assert (
+        f"passed over {ended / 'checkpoint-7'}: optimizer.pt is not what was written" in caplog.text
+    )
+    assert (
+        f"resuming from         {ended / 'checkpoint-6'} (after 6 updates)"
+        in capsys.readouterr().out
+    )
     # Each update has one line in the log, though two were done twice; what was damaged is whole again.
     assert [line["update"] for line in log_of(ended)] == list(range(1, 9))
     assert [fault_of(path) for path in find_checkpoints(ended)] == [None] * 3
     assert differing(run[1], state_of(resumed)) == []
     (ended / "checkpoint-8" / "scheduler.pt").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint to resume from .* scheduler\.pt is not what was written"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint to resume from .* scheduler\.pt is not what was written"
+    ):
         trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
 
 
@@ -66,7 +93,10 @@ def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(tmp_pa
     with caplog.at_level(logging.WARNING):
         again.train(resume_from_checkpoint="auto")  # transformers by itself would do a third update
     assert "this run ended after update 2" in caplog.text and again.state.global_step == 2
-    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), two.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.model.parameters(), two.model.parameters(), strict=True)
+    )
     by_epochs = [trainer_in(tmp_path / "epochs", 12, **SAVES) for _ in range(2)]
     for one in by_epochs:
         one.train(resume_from_checkpoint="auto")
@@ -101,7 +131,9 @@ def stop_in(trainer: Any, micro_step: int) -> None:
         (4, "checkpoint-1", [1, 2, 3, 9]),
     ],
 )
-def test_the_limit_removes_other_runs_checkpoints_first_and_never_the_newest_or_the_best(limit, best, left, tmp_path):
+def test_the_limit_removes_other_runs_checkpoints_first_and_never_the_newest_or_the_best(
+    limit, best, left, tmp_path
+):
     for update in (1, 2, 3, 8, 9):
         folder = tmp_path / f"checkpoint-{update}"
         folder.mkdir()
@@ -141,15 +173,26 @@ def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
     assert there == [["checkpoint-1", "checkpoint-2", "checkpoint-3"], []]
     # What was stopped goes on by `last`, though it overwrites.
     trainer_in(tmp_path, overwrite_output_dir=True, **SAVES).train(resume_from_checkpoint="last")
-    assert checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"] and (tmp_path / "checkpoint-2-copy").is_dir()
-    with pytest.raises(UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"):
+    assert (
+        checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+        and (tmp_path / "checkpoint-2-copy").is_dir()
+    )
+    with pytest.raises(
+        UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"
+    ):
         trainer_in(tmp_path, overwrite_output_dir=True).train(resume_from_checkpoint="auto")
-    with pytest.raises(UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"):
+    with pytest.raises(
+        UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"
+    ):
         trainer_in(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
 
 
-@pytest.mark.parametrize("moment", ["before old checkpoints go", "in the first update", "in the first save"])
-def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(moment, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "moment", ["before old checkpoints go", "in the first update", "in the first save"]
+)
+def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(
+    moment, tmp_path, monkeypatch
+):
     straight = trainer_in(tmp_path / "straight", **SAVES)
     straight.train()
     trainer_in(tmp_path / "run", **SAVES, learning_rate=0.1).train()
@@ -161,7 +204,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(moment, t
             at_micro_step(overwriting, 2, killed)
         else:
             patch.setattr("contaccum.training.checkpoint.seal", killed)
-            patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)  # a half-written folder stays
+            patch.setattr(
+                checkpoint.shutil, "rmtree", lambda *_, **__: None
+            )  # a half-written folder stays
         with pytest.raises(KeyboardInterrupt):
             overwriting.train()
     assert bool(checkpoint_names(tmp_path / "run")) == (moment != "in the first update")
@@ -179,7 +224,10 @@ def test_a_run_resumed_from_an_earlier_checkpoint_drops_its_later_ones(tmp_path,
     with caplog.at_level(logging.WARNING), pytest.raises(SystemExit):
         branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert f"removed {tmp_path / 'checkpoint-3'}: the run goes on from update 1" in caplog.text
-    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"] and branch.run_id == first.run_id
+    assert (
+        checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+        and branch.run_id == first.run_id
+    )
     resumed = trainer_in(tmp_path, max_steps=2)
     resumed.train(resume_from_checkpoint="last")
     assert all(map(torch.equal, resumed.model.parameters(), branch.model.parameters()))
@@ -188,7 +236,9 @@ def test_a_run_resumed_from_an_earlier_checkpoint_drops_its_later_ones(tmp_path,
 def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_path):
     shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
     for word in ("last", "auto"):
-        with pytest.raises(UserError, match=r"no checkpoint to resume from .*checkpoint-8: it is of another run"):
+        with pytest.raises(
+            UserError, match=r"no checkpoint to resume from .*checkpoint-8: it is of another run"
+        ):
             trainer_in(tmp_path, **RUN).train(resume_from_checkpoint=word)
 
 
@@ -205,12 +255,19 @@ def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_pat
 )
 def test_a_change_that_cannot_work_is_refused_by_name(run, tmp_path, changed, shown):
     with pytest.raises(UserError, match=f"would mean nothing with .*{shown}"):
-        trainer_in(tmp_path, **{**RUN, **changed}).train(resume_from_checkpoint=str(run[0] / "checkpoint-2"))
+        trainer_in(tmp_path, **{**RUN, **changed}).train(
+            resume_from_checkpoint=str(run[0] / "checkpoint-2")
+        )
 
 
 def test_other_changes_are_taken(run, tmp_path):
     # Another micro-batch with the same pairs per update goes on at the same pair.
-    changed = {**RUN, "max_grad_norm": 0.5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+    changed = {
+        **RUN,
+        "max_grad_norm": 0.5,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 6,
+    }
     trainer_in(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
     assert [line["update"] for line in log_of(tmp_path)] == [7, 8]
 
@@ -233,7 +290,11 @@ def test_older_checkpoints_go_only_once_the_newer_one_is_whole(tmp_path, monkeyp
 
     monkeypatch.setattr(checkpoint, "seal", watched)
     trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
-    assert there == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
+    assert there == [
+        ["checkpoint-1"],
+        ["checkpoint-1", "checkpoint-2"],
+        ["checkpoint-2", "checkpoint-3"],
+    ]
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-3"]
 
 
@@ -245,7 +306,9 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(what, tmp_p
         if trainer.state.global_step == 2:
             if what == "bank":
                 raise OSError(errno.ENOSPC, "No space left on device")
-            raise RuntimeError("[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file")
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file"
+            )
         real(*args, **kwargs)
 
     place = (checkpoint, "save_file") if what == "bank" else (torch, "save")
@@ -253,11 +316,15 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(what, tmp_p
     monkeypatch.setattr(*place, full)
     with pytest.raises(UserError, match=r"no room on the disk: .* resume from `last`"):
         trainer.train()
-    assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [("checkpoint-1", None)]
+    assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [
+        ("checkpoint-1", None)
+    ]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(run, name, tmp_path, capsys):
+def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
+    run, name, tmp_path, capsys
+):
     number = getattr(signal, name)
     before = signal.getsignal(number)
     # Nothing is saved otherwise.

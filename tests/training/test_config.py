@@ -24,7 +24,9 @@ def config(folder: Path, text: str = "", **keys: Any) -> str:
 def test_later_files_and_the_command_line_override(tmp_path):
     first = config(tmp_path, bank_size=64, learning_rate=3.0e-5, normalize=True)
     (tmp_path / "d.yaml").write_text("bank_size: 32\nmethod: pre_batch\n")
-    model, data, args = parse([first, str(tmp_path / "d.yaml"), "--learning_rate", "1e-4", "--tied=false"])
+    model, data, args = parse(
+        [first, str(tmp_path / "d.yaml"), "--learning_rate", "1e-4", "--tied=false"]
+    )
     assert (args.bank_size, args.method, args.learning_rate) == (32, "pre_batch", 1e-4)
     assert (model.normalize, model.tied, data.train_data) == (True, False, ["d"])
 
@@ -33,7 +35,11 @@ def test_later_files_and_the_command_line_override(tmp_path):
     ("text", "arguments", "message"),
     [
         ("bank_sise: 3", [], "unknown key 'bank_sise' in .*did you mean 'bank_size'"),
-        ("", ["--bank_sise=3"], "unknown key 'bank_sise' on the command line; did you mean 'bank_size'"),
+        (
+            "",
+            ["--bank_sise=3"],
+            "unknown key 'bank_sise' on the command line; did you mean 'bank_size'",
+        ),
         ("model: [", [], r"c\.yaml:1: not valid YAML"),
         ("- a", [], "a config is `key: value` lines"),
         ("model: m", [], "train_data is not set"),
@@ -42,7 +48,11 @@ def test_later_files_and_the_command_line_override(tmp_path):
         ("data_columns: {qurey: a}", [], r"data_columns: a role must be .*did you mean 'query'"),
         ("data_format: tevatro", [], "invalid choice: 'tevatro'"),
         ("per_device_train_batch_size: some", [], "per_device_train_batch_size"),
-        ("save_strategy: epoch\nload_best_model_at_end: true", [], "save and eval strategy to match"),
+        (
+            "save_strategy: epoch\nload_best_model_at_end: true",
+            [],
+            "save and eval strategy to match",
+        ),
     ],
 )
 def test_mistakes_are_one_line(text, arguments, message, tmp_path):
@@ -55,16 +65,24 @@ def test_mistakes_are_one_line(text, arguments, message, tmp_path):
 
 EVALUATED = {"eval_data": "e", "eval_strategy": "steps", "eval_steps": 2}
 TWO = {"train_data": ["a", "b"]}
-NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine may have what it takes")
+NO_ACCELERATOR = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine may have what it takes"
+)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"refresh_negatives_every": 3}, "refresh_negatives_every with num_hard_negatives=0"),
-        ({**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1}, "refresh_negatives_every with several"),
+        (
+            {**TWO, "refresh_negatives_every": 3, "num_hard_negatives": 1},
+            "refresh_negatives_every with several",
+        ),
         ({"distill": "kl"}, "distill=kl with num_hard_negatives=0"),
-        ({**TWO, "multi_dataset_batch_sampler": "weights"}, "multi-dataset-batch-sampler: invalid choice"),
+        (
+            {**TWO, "multi_dataset_batch_sampler": "weights"},
+            "multi-dataset-batch-sampler: invalid choice",
+        ),
         ({"eval_split": "test"}, "eval_split=test without eval_data"),
         ({"guide_margin": 0.1}, "guide_margin=0.1 without guide"),
         ({"directions": ["query_to_dog"]}, "directions must be one of"),
@@ -75,7 +93,9 @@ NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="th
         ({"lora_target_modules": ["query"]}, "without lora_r"),
         ({"lora_r": 0}, "lora_r must be at least 1, got 0"),
         ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
-        pytest.param({"lora_r": 2, "load_in_4bit": True}, "load_in_4bit needs ", marks=NO_ACCELERATOR),
+        pytest.param(
+            {"lora_r": 2, "load_in_4bit": True}, "load_in_4bit needs ", marks=NO_ACCELERATOR
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_one_line_that_names_both(keys, message, tmp_path):
@@ -93,7 +113,11 @@ def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(tmp_pa
 
 def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     prompts = {"a": {"query": "cat: "}, "n": {"query": "dog: "}}
-    given = {"train_data": ["a", {"path": "x/b", "name": "n"}], **EVALUATED, "metric_for_best_model": "NDCG@10"}
+    given = {
+        "train_data": ["a", {"path": "x/b", "name": "n"}],
+        **EVALUATED,
+        "metric_for_best_model": "NDCG@10",
+    }
     given |= {"multi_dataset_batch_sampler": "round_robin", "prompts": prompts}
     _, data, args = parse([config(tmp_path, **given, early_stopping_patience=3)])
     assert args.multi_dataset_batch_sampler == "round_robin"
@@ -108,7 +132,9 @@ def test_auto_can_be_given_on_the_command_line(tmp_path):
     assert not args.finds_micro_batch and args.gradient_accumulation_steps == 4
 
 
-SHIPPED = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts)
+SHIPPED = sorted(
+    str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if "paper" not in p.parts
+)
 
 
 # Those of the paper have a test of their own.

@@ -22,7 +22,11 @@ SIZES = {"large": 31, "small": 9, "other": 5}
 
 def records(n: int, seed: int = 1) -> list[dict[str, Any]]:
     """Queries with 1 to 3 positives, and 0 to 4 negatives."""
-    queries, passages, negatives = sentences(n, seed), sentences(3 * n, seed + 1, 9), sentences(4 * n, seed + 2, 9)
+    queries, passages, negatives = (
+        sentences(n, seed),
+        sentences(3 * n, seed + 1, 9),
+        sentences(4 * n, seed + 2, 9),
+    )
     found = []
     for i in range(n):
         several = [passages[3 * i + k] for k in range(1 + i % 3)]
@@ -74,7 +78,10 @@ def test_every_known_positive_reaches_the_loss(tmp_path):
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["label"].shape == (4, 4) and batch["label"].dtype == torch.int64
     plain = load_training_data(write(tmp_path / "plain", n=1), num_hard_negatives=0)
-    assert plain.known_positives is None and trainer_in(tmp_path / "run", plain.dataset).loss._positives is None
+    assert (
+        plain.known_positives is None
+        and trainer_in(tmp_path / "run", plain.dataset).loss._positives is None
+    )
 
 
 def in_two_rows_each() -> Dataset:
@@ -90,7 +97,9 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
     assert all(len(set(batch)) == len(batch) for batch in queries)
 
 
-@pytest.mark.parametrize("rows", [24, 19], ids=["whole updates in a pass", "micro-batches left over"])
+@pytest.mark.parametrize(
+    "rows", [24, 19], ids=["whole updates in a pass", "micro-batches left over"]
+)
 def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
     def stream() -> Any:
         return pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
@@ -98,9 +107,14 @@ def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
     given = {"max_steps": 7, "gradient_accumulation_steps": 2}
     _, seen = assert_resumes_with_texts(stream, tmp_path, 1, 3, 4, 6, **given)
     num_batches = -(-rows // 4)
-    passes = [[row for batch in seen[start : start + num_batches] for row in batch] for start in (0, num_batches)]
+    passes = [
+        [row for batch in seen[start : start + num_batches] for row in batch]
+        for start in (0, num_batches)
+    ]
     # A pass has every row, in an order of its own.
-    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1] and len(passes[0]) == rows
+    assert (
+        sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1] and len(passes[0]) == rows
+    )
 
 
 def test_a_longer_run_on_a_stream_goes_on_at_the_same_row(tmp_path):
@@ -108,7 +122,9 @@ def test_a_longer_run_on_a_stream_goes_on_at_the_same_row(tmp_path):
     texts = {}
     for name, steps in (("straight", [7]), ("longer", [5, 7])):
         for max_steps in steps:
-            trainer = trainer_in(tmp_path / name, pairs(24).to_iterable_dataset(), max_steps=max_steps, **given)
+            trainer = trainer_in(
+                tmp_path / name, pairs(24).to_iterable_dataset(), max_steps=max_steps, **given
+            )
             texts[name] = texts_of(trainer)
             trainer.train(resume_from_checkpoint="auto")
     assert texts["longer"] == texts["straight"][-4:]
@@ -119,17 +135,27 @@ def sets(folder: Path, **given: Any) -> Any:
     return load_training_sets(parse_training_sets([*paths.values()], given)).dataset
 
 
-@pytest.mark.parametrize(("sampler", "batches", "update"), [("proportional", 26, 7), ("round_robin", 12, 3)])
+@pytest.mark.parametrize(
+    ("sampler", "batches", "update"), [("proportional", 26, 7), ("round_robin", 12, 3)]
+)
 def test_a_run_on_sampled_rows_of_several_sets_resumes_bit_for_bit_in_its_second_epoch(
     tmp_path, sampler, batches, update
 ):
-    settings = {"multi_dataset_batch_sampler": sampler, "num_train_epochs": 2, "data_record": {"sets": {"small": "p"}}}
+    settings = {
+        "multi_dataset_batch_sampler": sampler,
+        "num_train_epochs": 2,
+        "data_record": {"sets": {"small": "p"}},
+    }
     load = partial(sets, tmp_path, num_hard_negatives=2)
     straight, seen = assert_resumes_with_texts(load, tmp_path, update, **settings)
     assert len(seen) == batches and str(seen[: batches // 2]) != str(seen[batches // 2 :])
     assert len(samplings_of(straight.train_dataset)) == 3
     record = json.loads((tmp_path / "straight" / "run.json").read_text())["data"]
-    assert record["rows"] == sum(SIZES.values()) and record["sets"] == {"small": "p"} and record["fingerprint"]
+    assert (
+        record["rows"] == sum(SIZES.values())
+        and record["sets"] == {"small": "p"}
+        and record["fingerprint"]
+    )
 
 
 def test_a_micro_batch_is_of_one_set_with_its_own_prompts(tmp_path):
@@ -145,7 +171,9 @@ def test_a_micro_batch_is_of_one_set_with_its_own_prompts(tmp_path):
 
 def test_columns_that_mean_two_things_get_their_roles_by_set(tmp_path):
     one = pairs(9)
-    parts = DatasetDict({"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})})
+    parts = DatasetDict(
+        {"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})}
+    )
     model = tiny_encoder(tied=False, query_prompt="q: ", passage_prompt="p: ")
     trainer = trainer_in(tmp_path, parts, model=model, max_steps=2)
     assert trainer.args.prompts == {

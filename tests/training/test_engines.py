@@ -18,7 +18,9 @@ from contaccum.training.arguments import DEEPSPEED
 from contaccum.training.engines import refuse_code
 
 pytestmark = pytest.mark.long
-needs_deepspeed = pytest.mark.skipif(not is_deepspeed_available(), reason="DeepSpeed is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    not is_deepspeed_available(), reason="DeepSpeed is not installed"
+)
 ZERO = [pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3")]
 NORMS = ("grad_norm_query", "grad_norm_passage")
 
@@ -34,15 +36,23 @@ def runs(tmp_path_factory) -> Path:
 def state(folder: Path) -> dict[str, torch.Tensor]:
     """Weights of a model or checkpoint, and its bank."""
     files = [*folder.rglob("model.safetensors"), *folder.glob("contaccum_bank.safetensors")]
-    return {f"{file.relative_to(folder)} {name}": x for file in files for name, x in load_file(file).items()}
+    return {
+        f"{file.relative_to(folder)} {name}": x
+        for file in files
+        for name, x in load_file(file).items()
+    }
 
 
 def weights(folder: Path) -> torch.Tensor:
-    return torch.cat([x.flatten() for name, x in sorted(state(folder).items()) if "model.safetensors" in name])
+    return torch.cat(
+        [x.flatten() for name, x in sorted(state(folder).items()) if "model.safetensors" in name]
+    )
 
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
-@pytest.mark.parametrize("case", ["tied", "untied", "float64"])  # the second with gradient checkpointing
+@pytest.mark.parametrize(
+    "case", ["tied", "untied", "float64"]
+)  # the second with gradient checkpointing
 def test_weights_and_bank_are_those_of_ddp_and_every_update_is_counted(runs, engine, case):
     if case == "float64" and engine != "fsdp":
         pytest.skip("DeepSpeed has no float64")
@@ -52,21 +62,35 @@ def test_weights_and_bank_are_those_of_ddp_and_every_update_is_counted(runs, eng
         assert (weights(expected) - weights(runs / "ddp-tied" / "checkpoint-1")).abs().max() > 1e-4
     bank, other = state(expected), state(found)
     assert bank.keys() == other.keys()
-    assert max((x.double() - other[name].double()).abs().max().item() for name, x in bank.items() if x.numel()) < 1e-5
+    assert (
+        max(
+            (x.double() - other[name].double()).abs().max().item()
+            for name, x in bank.items()
+            if x.numel()
+        )
+        < 1e-5
+    )
     for rank in (0, 1):
         about = json.loads((runs / f"{engine}-{case}" / f"rank-{rank}.json").read_text())
-        assert about == {"wrapped": "FSDPDualEncoder" if engine == "fsdp" else "DeepSpeedEngine", "updates": 2}
+        assert about == {
+            "wrapped": "FSDPDualEncoder" if engine == "fsdp" else "DeepSpeedEngine",
+            "updates": 2,
+        }
 
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
 def test_norms_of_both_kinds_of_towers_are_those_of_their_embeddings(runs, engine):
     logs = {case: log_of(runs / f"{engine}-{case}") for case in ("tied", "untied")}
     for line, expected in zip(logs["tied"], log_of(runs / "ddp-tied"), strict=True):
-        assert [line[key] for key in NORMS] == pytest.approx([expected[key] for key in NORMS], rel=1e-5)
+        assert [line[key] for key in NORMS] == pytest.approx(
+            [expected[key] for key in NORMS], rel=1e-5
+        )
     # The towers start alike, whether they share their weights or not: so do their embeddings.
     first = [[log[0][key] for key in NORMS] for log in logs.values()]
     assert first[0] == pytest.approx(first[1], rel=1e-5)
-    assert log_of(runs / "ddp-untied")[0][NORMS[0]] != pytest.approx(first[1][0], rel=0.1)  # where weights tell it
+    assert log_of(runs / "ddp-untied")[0][NORMS[0]] != pytest.approx(
+        first[1][0], rel=0.1
+    )  # where weights tell it
 
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
@@ -78,13 +102,20 @@ def test_weights_of_an_earlier_checkpoint_are_loaded_after_training(runs, engine
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
 def test_a_resumed_run_goes_on_as_it_would_have_and_skips_what_is_not_finite(runs, engine):
-    straight, resumed = (state(runs / f"{engine}-{case}" / "checkpoint-2") for case in ("tied", "resumed"))
+    straight, resumed = (
+        state(runs / f"{engine}-{case}" / "checkpoint-2") for case in ("tied", "resumed")
+    )
     assert straight.keys() == resumed.keys()
     assert [name for name, x in straight.items() if not torch.equal(x, resumed[name])] == []
     folder = runs / f"{engine}-resumed"
     assert torch.equal(weights(folder / "checkpoint-2"), weights(folder / "checkpoint-3"))
     line = log_of(folder)[-1]
-    assert (line["update"], line["skipped"], line["micro_steps"], len(line["rows"])) == (3, "loss", [0], 4)
+    assert (line["update"], line["skipped"], line["micro_steps"], len(line["rows"])) == (
+        3,
+        "loss",
+        [0],
+        4,
+    )
 
 
 @needs_deepspeed

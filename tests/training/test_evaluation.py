@@ -19,7 +19,12 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 
 EVERY = {"eval_strategy": "steps", "eval_steps": 1}
-BEST = {**EVERY, "load_best_model_at_end": True, "metric_for_best_model": "ndcg@10", "save_strategy": "steps"}
+BEST = {
+    **EVERY,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "ndcg@10",
+    "save_strategy": "steps",
+}
 BEST |= {"save_steps": 1}
 STOPS = {**BEST, "early_stopping_patience": 2, "max_steps": 5}
 FALLING = {1: 0.5, 2: 0.6, 3: 0.4, 4: 0.55, 5: 0.9}
@@ -30,7 +35,9 @@ def dev_set() -> BeirDataset:
     corpus = {f"d{n}": {"title": "", "text": text} for n, text in enumerate(sentences(20, 8))}
     queries = {f"q{n}": text for n, text in enumerate(sentences(6, 9))}
     qrels = {f"q{n}": {f"d{n}": 1, f"d{n + 10}": 1} for n in range(6)}
-    return BeirDataset("made", corpus, queries, qrels, "dev", "d" * 64, Path("made"), RecordReport("stop"))
+    return BeirDataset(
+        "made", corpus, queries, qrels, "dev", "d" * 64, Path("made"), RecordReport("stop")
+    )
 
 
 class Figures(RetrievalEvaluator):
@@ -41,7 +48,9 @@ class Figures(RetrievalEvaluator):
         self.figures = figures
         self.asked: list[int] = []
 
-    def __call__(self, model: Any, output_path: Any = None, epoch: float = -1, steps: int = -1) -> dict[str, float]:
+    def __call__(
+        self, model: Any, output_path: Any = None, epoch: float = -1, steps: int = -1
+    ) -> dict[str, float]:
         torch.rand(3), np.random.rand(3), random.random()
         self.asked.append(steps)
         return {"ndcg@10": self.figures[steps], "mrr@10": 0.1}
@@ -49,10 +58,15 @@ class Figures(RetrievalEvaluator):
 
 def test_an_evaluated_run_equals_the_other_bit_for_bit(tmp_path):
     states, logs = [], []
-    for folder, given in (("plain", {}), ("scored", {"evaluator": RetrievalEvaluator(dev_set()), **EVERY})):
+    for folder, given in (
+        ("plain", {}),
+        ("scored", {"evaluator": RetrievalEvaluator(dev_set()), **EVERY}),
+    ):
         trainer = trainer_in(tmp_path / folder, dropout=0.3, **given)
         trainer.train()
-        states.append(state_of(trainer) | {"numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))})
+        states.append(
+            state_of(trainer) | {"numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))}
+        )
         logs.append([(line["loss"], line["bank_fill"]) for line in log_of(tmp_path / folder)])
     assert differing(*states) == [] and logs[0] == logs[1] and len(logs[0]) == 3
     assert [line["update"] for line in log_of(tmp_path / "scored", "eval_log.jsonl")] == [1, 2, 3]
@@ -69,23 +83,39 @@ def test_a_best_checkpoint_that_another_run_wrote_is_not_loaded(tmp_path, caplog
         resumed.train(resume_from_checkpoint=str(first / "checkpoint-3"))
     assert f"{first / 'checkpoint-2'}, is left out: it is of another run" in caplog.text
     last = load_file(tmp_path / "resumed" / "checkpoint-4" / "model.safetensors")
-    assert all(torch.equal(value, last[name]) for name, value in resumed.model[0].model.state_dict().items())
+    assert all(
+        torch.equal(value, last[name])
+        for name, value in resumed.model[0].model.state_dict().items()
+    )
 
 
 def test_the_last_update_is_evaluated_whatever_the_interval(tmp_path):
     settings = {**EVERY, "eval_steps": 2, "eval_on_start": True}
     trainer_in(tmp_path, evaluator=Figures({n: n / 10 for n in range(4)}), **settings).train()
     log = log_of(tmp_path, "eval_log.jsonl")
-    assert [(line["update"], line["eval_ndcg@10"]) for line in log] == [(0, 0.0), (2, 0.2), (3, 0.3)]
+    assert [(line["update"], line["eval_ndcg@10"]) for line in log] == [
+        (0, 0.0),
+        (2, 0.2),
+        (3, 0.3),
+    ]
     assert all(line["eval_runtime"] > 0 and "eval_samples_per_second" not in line for line in log)
 
 
 def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(tmp_path):
-    trainer = trainer_in(tmp_path, evaluator=Figures({1: 0.2, 2: 0.7, 3: 0.1}), save_total_limit=2, **BEST)
+    trainer = trainer_in(
+        tmp_path, evaluator=Figures({1: 0.2, 2: 0.7, 3: 0.1}), save_total_limit=2, **BEST
+    )
     trainer.train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
     best, last = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 3))
-    ours = {key.split(".", 1)[1]: value for key, value in trainer.model[0].state_dict().items() if "." in key}
+    ours = {
+        key.split(".", 1)[1]: value
+        for key, value in trainer.model[0].state_dict().items()
+        if "." in key
+    }
     shared = best.keys() & ours.keys()
     assert shared and all(torch.equal(best[key], ours[key]) for key in shared)
     assert any(not torch.equal(best[key], last[key]) for key in shared)
@@ -99,7 +129,9 @@ def test_patience_is_lost_evaluation_by_evaluation_across_restarts(tmp_path, cap
     assert "stopped early after update 4: no better ndcg@10 than 0.6" in caplog.text
 
     resumed = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # one of two was lost by then
+    resumed.train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )  # one of two was lost by then
     assert resumed.state.global_step == 4 and resumed.evaluator.asked == [4]
     assert [line["update"] for line in log_of(tmp_path, "eval_log.jsonl")] == [1, 2, 3, 4]
     assert resumed.state.best_metric == 0.6
@@ -108,8 +140,18 @@ def test_patience_is_lost_evaluation_by_evaluation_across_restarts(tmp_path, cap
     again = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
     again.train(resume_from_checkpoint="last")  # as a job that is started again and again does
     assert again.state.global_step == 4 and again.evaluator.asked == []
-    assert differing(*({"w": torch.cat([p.flatten() for p in x.model.parameters()])} for x in (straight, again))) == []
-    patient = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **{**STOPS, "early_stopping_patience": 9})
+    assert (
+        differing(
+            *(
+                {"w": torch.cat([p.flatten() for p in x.model.parameters()])}
+                for x in (straight, again)
+            )
+        )
+        == []
+    )
+    patient = trainer_in(
+        tmp_path, 72, evaluator=Figures(FALLING), **{**STOPS, "early_stopping_patience": 9}
+    )
     patient.train(resume_from_checkpoint="last")
     assert patient.state.global_step == patient.state.best_global_step == 5
 
@@ -131,6 +173,12 @@ def test_without_a_metric_the_evaluators_own_decides(tmp_path):
     settings = {key: value for key, value in BEST.items() if key != "metric_for_best_model"}
     for given in (settings, {**EVERY, "save_strategy": "best"}):
         trainer = trainer_in(tmp_path, evaluator=Figures(FALLING), **given)
-        assert trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
-    with pytest.raises(ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator measures ndcg@10, "):
-        trainer_in(tmp_path, evaluator=Figures(FALLING), **{**BEST, "metric_for_best_model": "ndcg@7"})
+        assert (
+            trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
+        )
+    with pytest.raises(
+        ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator measures ndcg@10, "
+    ):
+        trainer_in(
+            tmp_path, evaluator=Figures(FALLING), **{**BEST, "metric_for_best_model": "ndcg@7"}
+        )

@@ -13,7 +13,9 @@ import torch
 
 def run_script(what: str, folder: Path, name: str = "forked_runs.py") -> dict[str, Any]:
     script = Path(__file__).with_name(name)
-    paths = os.pathsep.join([str(script.parent.parent), str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(script.parent.parent), str(script.parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     command = [sys.executable, str(script), what, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -35,7 +37,9 @@ def assert_same_outcome(expected: Path, found: Path, updates: int) -> None:
     assert log == other_log and [line["update"] for line in log] == list(range(1, updates + 1))
 
 
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+)
 def test_a_run_killed_at_random_instants_ends_bit_identical(kills, tmp_path):
     found = run_script(str(kills), tmp_path)
     assert found["killed"] == kills and set(found["codes"]) == {0}, found
@@ -55,10 +59,17 @@ def ranks(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.slow
 def test_two_and_four_ranks_end_with_the_weights_of_one_process(ranks):
     folder, found = ranks
-    assert found["codes"]["1"] == [0] and found["codes"]["2"] == [0, 0] and found["codes"]["4"] == [0] * 4
+    assert (
+        found["codes"]["1"] == [0]
+        and found["codes"]["2"] == [0, 0]
+        and found["codes"]["4"] == [0] * 4
+    )
     compared = [(name, 2) for name in found["cases"]] + [("contaccum, untied", 4)]
     for name, count in compared:
-        (one, log), (other, other_log) = outcome(folder / f"{name}-1"), outcome(folder / f"{name}-{count}")
+        (one, log), (other, other_log) = (
+            outcome(folder / f"{name}-1"),
+            outcome(folder / f"{name}-{count}"),
+        )
         weights = [key for key in one if key.startswith("model.")]
         assert max((one[key] - other[key]).abs().max().item() for key in weights) < 1e-10, name
         assert len(log) == len(other_log) == 2

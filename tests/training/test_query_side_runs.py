@@ -120,7 +120,9 @@ def test_a_resumed_run_ends_bit_for_bit_where_a_whole_one_ends(root, tmp_path):
 def test_a_run_does_not_resume_with_another_store(root, tmp_path, capsys):
     settings = {"passage_store": root / "store", "save_strategy": "epoch"}
     assert run_train(root, tmp_path / "run", **settings) == 0
-    less = write_lines(tmp_path / "less.jsonl", [{"_id": i, "text": x} for i, (_, x) in [*DOCUMENTS.items()][:30]])
+    less = write_lines(
+        tmp_path / "less.jsonl", [{"_id": i, "text": x} for i, (_, x) in [*DOCUMENTS.items()][:30]]
+    )
     encoded = ["--corpus", less, "--output", tmp_path / "less", "--no_progress"]
     assert main(["encode", str(root / "model"), *map(str, encoded)]) == 0
     capsys.readouterr()
@@ -130,8 +132,12 @@ def test_a_run_does_not_resume_with_another_store(root, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("missing", ["stop", "add", "drop"])
-def test_positives_that_the_store_lacks_stop_the_run_or_are_added_or_dropped(root, tmp_path, missing, capsys):
-    part = write_lines(tmp_path / "part.jsonl", [{"_id": i, "text": x} for i, (_, x) in [*DOCUMENTS.items()][4:]])
+def test_positives_that_the_store_lacks_stop_the_run_or_are_added_or_dropped(
+    root, tmp_path, missing, capsys
+):
+    part = write_lines(
+        tmp_path / "part.jsonl", [{"_id": i, "text": x} for i, (_, x) in [*DOCUMENTS.items()][4:]]
+    )
     options = {"corpus": part, "missing": missing, "num_train_epochs": 1}
     code = run_train(root, tmp_path / "run", **options)
     if missing == "stop":
@@ -170,7 +176,9 @@ def test_a_base_far_below_bm25_gets_a_warning(root, tmp_path, caplog, monkeypatc
     # A query per document, of its own words: BM25 finds them all, a fresh encoder few.
     queries = {f"q{row}": f"{x} zz{row}" for row, (_, x) in enumerate(DOCUMENTS.values())}
     texts = {i: ("", f"{x} zz{row}") for row, (i, (_, x)) in enumerate(DOCUMENTS.items())}
-    write_beir(tmp_path / "words", texts, queries, [(f"q{r}", f"d{r}", 1) for r in range(40)], "dev")
+    write_beir(
+        tmp_path / "words", texts, queries, [(f"q{r}", f"d{r}", 1) for r in range(40)], "dev"
+    )
     settings["eval_data"] = tmp_path / "words"
     monkeypatch.setattr("contaccum.training.query_side.USELESS_SHARE_OF_BM25", 5.0)
     assert run_train(root, tmp_path / "run", passage_store=root / "store", **settings) == 0
@@ -187,7 +195,9 @@ def test_a_base_far_below_bm25_gets_a_warning(root, tmp_path, caplog, monkeypatc
         ({"passage_store": "{root}/store", "similarity": "dot"}, "are compared by cos: drop"),
     ],
 )
-def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(root, tmp_path, settings, message, capsys):
+def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(
+    root, tmp_path, settings, message, capsys
+):
     if not (root / "cut").exists():
         shutil.copytree(root / "store", root / "cut")
         (root / "cut/shard-00000/texts.npy").write_bytes(b"")

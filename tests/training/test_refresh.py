@@ -13,7 +13,12 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
 
 N = 36
-REFRESH = {"refresh_negatives_every": 2, "refresh_pool": 4, "refresh_relative_margin": 0.0, "num_train_epochs": 2}
+REFRESH = {
+    "refresh_negatives_every": 2,
+    "refresh_pool": 4,
+    "refresh_relative_margin": 0.0,
+    "num_train_epochs": 2,
+}
 
 
 def without_negatives() -> Dataset:
@@ -39,7 +44,9 @@ def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
     found = {}
     for update in (0, 2, 4):
         rules = {"num_negatives": 4, "range_max": None, "relative_margin": 0.0}
-        mined = mine_hard_negatives(data, models[update], batch_size=4, show_progress=False, **rules)
+        mined = mine_hard_negatives(
+            data, models[update], batch_size=4, show_progress=False, **rules
+        )
         found[update] = {
             query: {data.documents[row].passage for row in picks if row >= 0}
             for query, picks in zip(data.queries, mined.rows.tolist(), strict=True)
@@ -71,7 +78,9 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
     trainer.train()
     given = {row["query"]: {row["negative_1"], row["negative_2"]} for row in pairs(N, 2)}
     assert all(set(negatives) == given[query] for rows in seen[:6] for query, _, *negatives in rows)
-    assert any(set(negatives) != given[query] for rows in seen[6:9] for query, _, *negatives in rows)
+    assert any(
+        set(negatives) != given[query] for rows in seen[6:9] for query, _, *negatives in rows
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +88,10 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
     [
         (pairs(9), "with the columns query, positive, negative_1 and on"),
         (DatasetDict({"a": pairs(9, 1)}), "needs one data set, neither a stream nor several"),
-        (pairs(9, 1).rename_column("query", "anchor"), "with the columns query, positive, negative_1 and on"),
+        (
+            pairs(9, 1).rename_column("query", "anchor"),
+            "with the columns query, positive, negative_1 and on",
+        ),
     ],
     ids=["no negatives", "several sets", "other names"],
 )
@@ -90,5 +102,7 @@ def test_data_that_nothing_can_be_put_into_is_refused(tmp_path, data, message):
 
 def test_data_to_mine_in_without_the_queries_is_refused(tmp_path):
     other = load_mining_data([{"query": "a query", "positive": "a passage"}])
-    with pytest.raises(ConfigError, match=r"row 0 of the training data, and 8 others, have a query"):
+    with pytest.raises(
+        ConfigError, match=r"row 0 of the training data, and 8 others, have a query"
+    ):
         trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)

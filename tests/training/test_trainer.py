@@ -36,7 +36,9 @@ def test_at_most_eleven_methods_of_the_parents_are_overridden():
             assert "# Private: " in inspect.getsource(getattr(ContAccumTrainer, name))
 
 
-@pytest.mark.parametrize("update", [1, 4, 6])  # inside the first epoch, at its end, inside the second
+@pytest.mark.parametrize(
+    "update", [1, 4, 6]
+)  # inside the first epoch, at its end, inside the second
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, update, tmp_path):
     folder, expected, log = run
     resumed = trainer_in(tmp_path, **RUN)
@@ -53,7 +55,9 @@ def test_a_run_leaves_its_record_its_log_and_a_model(run):
     assert [line["pairs"] for line in log] == [12, 12, 12, 7] * 2
     for line in log:
         assert math.isfinite(line["loss"]) and 0.01 < line["grad_norm_ratio"] < 100
-        assert line["grad_norm_ratio"] == pytest.approx(line["grad_norm_passage"] / line["grad_norm_query"])
+        assert line["grad_norm_ratio"] == pytest.approx(
+            line["grad_norm_passage"] / line["grad_norm_query"]
+        )
         assert line["pairs_per_second"] == pytest.approx(line["pairs"] / line["seconds"])
         assert line["peak_memory_mb"] > 10 and line["embedding_spread"] > 0
         assert {"columns", "bank_fill", "bank_age", "bank_mass", "in_batch_mass"} <= line.keys()
@@ -61,7 +65,12 @@ def test_a_run_leaves_its_record_its_log_and_a_model(run):
     # Warm-up and decay count updates.
     assert [line["learning_rate"] for line in log[:3]] == pytest.approx([0.0, 5e-4, 1e-3])
     record = json.loads((folder / RUN_RECORD).read_text())
-    assert (record["method"], record["seed"], record["pairs_per_update"], record["updates"]) == ("contaccum", 5, 12, 8)
+    assert (record["method"], record["seed"], record["pairs_per_update"], record["updates"]) == (
+        "contaccum",
+        5,
+        12,
+        8,
+    )
     assert record["data"]["rows"] == 43 and len(record["data"]["fingerprint"]) == 64
     assert record["arguments"]["bank_size"] == 20 and record["versions"]["torch"]
     assert not (folder / "training_args.bin").exists()  # a pickle
@@ -70,7 +79,12 @@ def test_a_run_leaves_its_record_its_log_and_a_model(run):
 
 def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
     # 72 pairs an update: the encoder is probed at the start, and after updates 2, 4 and 6.
-    settings = {"per_device_train_batch_size": 24, "bank_size": 150, "num_train_epochs": 3, "learning_rate": 3e-3}
+    settings = {
+        "per_device_train_batch_size": 24,
+        "bank_size": 150,
+        "num_train_epochs": 3,
+        "learning_rate": 3e-3,
+    }
     settings |= {"data": 144, "tied": False, "drift_compensation": "mean"}
     assert_resumes(partial(trainer_in, **settings), tmp_path, 3)
     log = log_of(tmp_path / "straight")
@@ -81,19 +95,32 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
         assert line["drift_residual_passage"] > 0 and line["bank_mass_aged"] > 0
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "query_side"])  # test_query_side_runs.py
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if name != "query_side"]
+)  # test_query_side_runs.py
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_high(method, tied, tmp_path):
+def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_high(
+    method, tied, tmp_path
+):
     k = 1 if method == "in_batch" else 3
-    given = {"data": pairs(24, negatives=1), "tied": tied, "method": method, "gradient_accumulation_steps": k}
+    given = {
+        "data": pairs(24, negatives=1),
+        "tied": tied,
+        "method": method,
+        "gradient_accumulation_steps": k,
+    }
     trainer = trainer_in(tmp_path, **given)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     log = log_of(tmp_path)
-    assert [(line["update"], line["pairs"]) for line in log] == [(i + 1, 4 * k) for i in range(6 // k)]
+    assert [(line["update"], line["pairs"]) for line in log] == [
+        (i + 1, 4 * k) for i in range(6 // k)
+    ]
     assert all(line["loss"] > 0 and 0.01 < line["grad_norm_ratio"] < 100 for line in log)
     assert log[-1]["bank_fill"] == (20 if method in BANK_METHODS else 0)
-    assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert any(
+        not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items()
+    )
     # By its own scores, or by a guide's.
     given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
     filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
@@ -104,7 +131,9 @@ def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_hig
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
 def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero(method, tmp_path):
-    trainer = trainer_in(tmp_path, method=method, center_gradients="both", similarity="dot", max_steps=2)
+    trainer = trainer_in(
+        tmp_path, method=method, center_gradients="both", similarity="dot", max_steps=2
+    )
     of_queries: list[Tensor] = []
 
     def watch(module: Any, given: Any, output: Any) -> None:
@@ -125,12 +154,20 @@ def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_pat
     assert any("bank.guide" in key for key in state_of(straight))
     for other in (None, SentenceTransformer(tiny_model_path, device="cpu")):
         with pytest.raises(UserError, match="size of the guide: 16 -> "):
-            trainer_in(tmp_path, guide=other, **given).train(str(tmp_path / "straight" / "checkpoint-5"))
+            trainer_in(tmp_path, guide=other, **given).train(
+                str(tmp_path / "straight" / "checkpoint-5")
+            )
 
 
 @pytest.mark.parametrize("method", ["contaccum", "contaccum_cached"])
 def test_a_run_with_several_directions_and_hardness_resumes_bit_for_bit(method, tmp_path):
-    given = {**RUN, "method": method, "max_steps": 6, "hardness_mode": "in_batch_negatives", "hardness_strength": 2}
+    given = {
+        **RUN,
+        "method": method,
+        "max_steps": 6,
+        "hardness_mode": "in_batch_negatives",
+        "hardness_strength": 2,
+    }
     given |= {"directions": ["query_to_doc", "query_to_query", "doc_to_query"]}
     assert_resumes(partial(trainer_in, **given), tmp_path, 3)
 
@@ -141,7 +178,9 @@ def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_pat
 
     trainer = trainer_in(tmp_path, logging_steps=1, report_to="tensorboard")
     local: list[float] = []
-    trainer.loss.register_forward_hook(lambda *_: local.append(trainer.loss.last["local_loss"].item()))
+    trainer.loss.register_forward_hook(
+        lambda *_: local.append(trainer.loss.last["local_loss"].item())
+    )
     trainer.train()
     expected = [sum(local[i : i + 3]) / 3 for i in range(0, len(local), 3)]
     log = log_of(tmp_path)
@@ -150,14 +189,18 @@ def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_pat
     events = EventAccumulator(str(file))
     events.Reload()
     for key in ("bank_fill", "bank_mass", "embedding_spread", "grad_norm_ratio"):
-        assert [x.value for x in events.Scalars(f"train/{key}")] == pytest.approx([line[key] for line in log]), key
+        assert [x.value for x in events.Scalars(f"train/{key}")] == pytest.approx(
+            [line[key] for line in log]
+        ), key
     assert "train/loss" in events.Tags()["scalars"]
 
 
 def test_trains_in_bf16_with_a_bank_in_float32(tmp_path):
     trainer = trainer_in(tmp_path, 24, False, bf16=True)
     trainer.train()
-    assert all(math.isfinite(line["loss"]) and line["grad_norm_query"] > 0 for line in log_of(tmp_path))
+    assert all(
+        math.isfinite(line["loss"]) and line["grad_norm_query"] > 0 for line in log_of(tmp_path)
+    )
     assert next(iter(trainer.bank_losses())).info_nce.bank.passages.dtype == torch.float32
 
 
@@ -173,7 +216,11 @@ def test_prompts_and_lengths_of_the_model_are_used_in_training(tmp_path):
 @pytest.mark.parametrize("rows", [4, "auto"])
 def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, rows):
     data = pairs(12, negatives=1).add_column("scores", [[2.0, float(i)] for i in range(12)])
-    given = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
+    given = {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 1,
+        "total_train_batch_size": 12,
+    }
     trainer_in(tmp_path, data, distill="margin_mse", max_steps=1, **given).train()
     (line,) = log_of(tmp_path)
     assert line["pairs"] == 12 and line["distill_loss"] > 1 and line["loss"] < 5
@@ -182,7 +229,9 @@ def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, rows):
 
 
 def test_data_that_cannot_train_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has only the column 'query': it needs a query and a positive"):
+    with pytest.raises(
+        ConfigError, match="has only the column 'query': it needs a query and a positive"
+    ):
         trainer_in(tmp_path, Dataset.from_dict({"query": ["a"]}))
     alone = {"method": "grad_accum", "per_device_train_batch_size": 1}
     with pytest.raises(ConfigError, match="per_device_train_batch_size=1 and no hard negatives"):
@@ -195,7 +244,11 @@ def test_parameters_that_no_embedding_depends_on_are_frozen(tmp_path):
         model = tiny_encoder(tied).train()
         trainer_in(tmp_path, model=model)
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        assert len(frozen) == (2 if tied else 4) and all("pooler" in name for name in frozen) and model.training
+        assert (
+            len(frozen) == (2 if tied else 4)
+            and all("pooler" in name for name in frozen)
+            and model.training
+        )
 
 
 def test_collapse_is_warned_of_once_within_three_updates(caplog):
@@ -207,31 +260,54 @@ def test_collapse_is_warned_of_once_within_three_updates(caplog):
     assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0]
 
 
-def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_no_credential(tmp_path, monkeypatch):
+def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_no_credential(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("MY_API_TOKEN", "hush-hush-12345")
     uploads: list[set[str]] = []
 
     def upload(api, repo_id, folder_path, **about):
         found = [path for path in Path(folder_path).rglob("*") if path.is_file()]
         uploads.append({str(path.relative_to(folder_path)) for path in found})
-        assert str(tmp_path) not in "".join(path.read_text() for path in found if path.suffix in (".json", ".md"))
+        assert str(tmp_path) not in "".join(
+            path.read_text() for path in found if path.suffix in (".json", ".md")
+        )
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
 
-    monkeypatch.setattr(HfApi, "create_repo", lambda api, repo_id, **about: SimpleNamespace(repo_id=repo_id))
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda api, repo_id, **about: SimpleNamespace(repo_id=repo_id)
+    )
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     record = {"sets": {"faq": {"path": str(tmp_path / "faq.csv")}}}
     model = tiny_encoder()
     model.transformers_model.config._name_or_path = "someone/base"
-    given = {"data_record": record, "hub_model_id": "me/mine", "run_name": "hush-hush-12345", **SAVES}
+    given = {
+        "data_record": record,
+        "hub_model_id": "me/mine",
+        "run_name": "hush-hush-12345",
+        **SAVES,
+    }
     trainer = trainer_in(tmp_path / "run", 12, model=model, **given)
     trainer.train()
     assert trainer.push_to_hub() == "https://hub/me/mine" and len(uploads) == 1
     assert {"README.md", "model.safetensors", "modules.json"} <= uploads[0]
-    assert not [name for name in uploads[0] if re.search(r"bank|checkpoint|log|run\.json|optimizer|\.bin", name)]
+    assert not [
+        name
+        for name in uploads[0]
+        if re.search(r"bank|checkpoint|log|run\.json|optimizer|\.bin", name)
+    ]
     trainer.save_model()
     card = (tmp_path / "run" / "README.md").read_text()
-    wanted = ["# base trained on faq", "finetuned from [someone/base]", "method `contaccum`, 12 pairs per update"]
-    wanted += ["`bank_size=20`, `drift_compensation=auto`", 'SentenceTransformer("me/mine")', "2406.12356"]
+    wanted = [
+        "# base trained on faq",
+        "finetuned from [someone/base]",
+        "method `contaccum`, 12 pairs per update",
+    ]
+    wanted += [
+        "`bank_size=20`, `drift_compensation=auto`",
+        'SentenceTransformer("me/mine")',
+        "2406.12356",
+    ]
     assert [text for text in wanted if text not in card] == []
     texts = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".md", ".jsonl")]
     assert len(texts) > 10
@@ -288,7 +364,10 @@ def test_the_last_update_of_an_epoch_is_centred_over_its_own_pairs(tmp_path, row
     trainer = trainer_in(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
     announced = []
     begin_update = ContAccumLoss.begin_update
-    trainer.loss.begin_update = lambda pairs: (announced.append(pairs), begin_update(trainer.loss, pairs))
+    trainer.loss.begin_update = lambda pairs: (
+        announced.append(pairs),
+        begin_update(trainer.loss, pairs),
+    )
     trainer.train()
     last = rows % 12
     assert announced == [12, 12, 12, last] * 2

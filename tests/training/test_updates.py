@@ -10,7 +10,16 @@ import pytest
 import torch
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, assert_resumes, at_micro_step, differing, log_of, pairs, state_of, trainer_in
+from tiny_runs import (
+    SAVES,
+    assert_resumes,
+    at_micro_step,
+    differing,
+    log_of,
+    pairs,
+    state_of,
+    trainer_in,
+)
 
 from contaccum.errors import UserError
 from contaccum.training import out_of_memory
@@ -44,7 +53,9 @@ ALWAYS = set(range(999))
 
 
 @pytest.mark.parametrize("place", ["queries", "passages", "backward"])
-def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(place, tmp_path, caplog):
+def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twice_the_steps(
+    place, tmp_path, caplog
+):
     """Losses without a bank: the gradient is then that of the smaller micro-batches, wherever memory ran out."""
     settings = {"data": pairs(36, 1), "method": "grad_accum"}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
@@ -59,7 +70,14 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
     assert "update 1: out of memory at a micro-batch of 4 (CUDA out of memory" in line
     assert "from here on it is 2" in line and "pairs per update stay" in line
     one, other = state_of(expected), state_of(trainer)
-    assert max((one[key].float() - other[key].float()).abs().max() for key in one if key.startswith("model")) < 1e-6
+    assert (
+        max(
+            (one[key].float() - other[key].float()).abs().max()
+            for key in one
+            if key.startswith("model")
+        )
+        < 1e-6
+    )
     for ours, theirs in zip(log_of(tmp_path / "out"), log_of(tmp_path / "small"), strict=True):
         assert ours["pairs"] == theirs["pairs"] == 12
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -69,7 +87,9 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
 def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(tmp_path):
     def make(folder, **saves):
         trainer = trainer_in(folder, dropout=0.1, **saves)
-        if saves:  # the straight run; in the second micro-batch of the second update, before its loss
+        if (
+            saves
+        ):  # the straight run; in the second micro-batch of the second update, before its loss
             runs_out(trainer, "passages", {5}, fits=2)
         return trainer
 
@@ -93,7 +113,9 @@ def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(tmp_path):
 def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(tmp_path):
     trainer = trainer_in(tmp_path / "a")
     runs_out(trainer, "queries", ALWAYS, fits=0)
-    with pytest.raises(UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"):
+    with pytest.raises(
+        UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"
+    ):
         trainer.train()
     trainer = trainer_in(tmp_path / "b", method="grad_accum")
     runs_out(trainer, "queries", ALWAYS, fits=1)  # where a pair alone would have no negative
@@ -101,7 +123,11 @@ def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(tmp_path)
         trainer.train()
 
 
-AUTO = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 1, "total_train_batch_size": 12}
+AUTO = {
+    "per_device_train_batch_size": "auto",
+    "gradient_accumulation_steps": 1,
+    "total_train_batch_size": 12,
+}
 
 
 @pytest.mark.parametrize("place", ["passages", "backward"])
@@ -111,11 +137,16 @@ def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, 
     found = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
     runs_out(found, place, ALWAYS, fits=5)  # of 12, 6, 4, 3, 2 and 1
     found.train()
-    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (4, 3)
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (
+        4,
+        3,
+    )
     assert found.args.total_train_batch_size == 12
     assert differing(state_of(given), state_of(found)) == []
     resumed = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-2"))  # where 12 would fit now
+    resumed.train(
+        resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-2")
+    )  # where 12 would fit now
     assert resumed.args.per_device_train_batch_size == 4
     assert differing(state_of(given), state_of(resumed)) == []
 
@@ -169,7 +200,9 @@ def spoil_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
     return spoil
 
 
-def spoil_gradient(trainer: Any, factor: float, parameter: torch.nn.Parameter | None = None) -> Callable[[Any], None]:
+def spoil_gradient(
+    trainer: Any, factor: float, parameter: torch.nn.Parameter | None = None
+) -> Callable[[Any], None]:
     """The next gradient of one weight, or of a given parameter, is multiplied by ``factor``."""
 
     def spoil(_: Any) -> None:
@@ -177,7 +210,11 @@ def spoil_gradient(trainer: Any, factor: float, parameter: torch.nn.Parameter | 
             handle.remove()
             return gradient * factor
 
-        weight = next(p for p in trainer.model.parameters() if p.requires_grad) if parameter is None else parameter
+        weight = (
+            next(p for p in trainer.model.parameters() if p.requires_grad)
+            if parameter is None
+            else parameter
+        )
         handle = weight.register_hook(once)
 
     return spoil
@@ -185,12 +222,18 @@ def spoil_gradient(trainer: Any, factor: float, parameter: torch.nn.Parameter | 
 
 @pytest.mark.parametrize("method", ["contaccum", "grad_accum"])
 @pytest.mark.parametrize("factor", [math.nan, math.inf], ids=["nan", "inf"])
-def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(method, factor, tmp_path, caplog):
+def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
+    method, factor, tmp_path, caplog
+):
     trainer = trainer_in(tmp_path, method=method)
     blamed: list[str] = []
 
     def blame(inputs: Any) -> None:
-        blamed.extend(trainer.model.tokenizer.batch_decode(inputs["query_input_ids"], skip_special_tokens=True))
+        blamed.extend(
+            trainer.model.tokenizer.batch_decode(
+                inputs["query_input_ids"], skip_special_tokens=True
+            )
+        )
 
     before = weights_before(trainer, 5, 7)
     at_micro_step(trainer, 5, blame)  # the second of update 2
@@ -201,7 +244,10 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(method, 
     assert torch.isfinite(weights(trainer)).all()
     second = log_of(tmp_path)[1]
     assert second["skipped"] == "loss" and second["loss"] is None and second["micro_steps"] == [1]
-    assert sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed) and len(blamed) == 4
+    assert (
+        sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed)
+        and len(blamed) == 4
+    )
     rows = ", ".join(map(str, second["rows"]))
     assert f"update 2: the loss is not finite (rows {rows} of the training" in caplog.text
     assert "skipped, 1 of max_skipped_updates=10" in caplog.text
@@ -244,8 +290,16 @@ def test_gradients_of_a_loss_begin_again_when_memory_runs_out_in_an_update(tmp_p
     for name, sizes in (("small", small), ("halved", {})):
         model = tiny_encoder()
         loss = WeightedLoss(model)
-        settings = {"method": "grad_accum", "optim": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "max_steps": 1}
-        trainer = trainer_in(tmp_path / name, pairs(36, 1), model=model, loss=loss, **settings, **sizes)
+        settings = {
+            "method": "grad_accum",
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "warmup_steps": 0,
+            "max_steps": 1,
+        }
+        trainer = trainer_in(
+            tmp_path / name, pairs(36, 1), model=model, loss=loss, **settings, **sizes
+        )
         if name == "halved":
             runs_out(trainer, "backward", {3}, fits=2)  # in the last micro-batch of the update
         trainer.train()
@@ -260,7 +314,11 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp
     trainer.train()
     assert torch.equal(before[0], before[1])
     line = log_of(tmp_path)[1]
-    assert line["skipped"] == "gradient" and line["micro_steps"] == [0, 1, 2] and len(set(line["rows"])) == 12
+    assert (
+        line["skipped"] == "gradient"
+        and line["micro_steps"] == [0, 1, 2]
+        and len(set(line["rows"])) == 12
+    )
     assert line["loss"] is not None and trainer.nonfinite_updates.num_skipped == 1
     assert trainer.loss.info_nce.bank.total_enqueued == 36  # its embeddings were fine
 
@@ -270,7 +328,9 @@ def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(tmp_path
     before = weights_before(trainer, 7)
     at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
     at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
-    with pytest.raises(UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"):
+    with pytest.raises(
+        UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"
+    ):
         trainer.train()
     assert torch.equal(before[0], weights(trainer))
 
@@ -292,7 +352,9 @@ class Scaled:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-2])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(max_grad_norm, tied, tmp_path):
+def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(
+    max_grad_norm, tied, tmp_path
+):
     plain = trainer_in(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
     plain.train()
     trainer = trainer_in(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
@@ -301,7 +363,9 @@ def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(max_grad
     assert scaled.unscaled_after == [3, 3, 3]
     assert torch.equal(weights(plain), weights(trainer))  # a power of two rounds nothing
     for key in ("grad_norm_query", "grad_norm_passage", "loss"):
-        ours, theirs = ([line[key] for line in log_of(tmp_path / name)] for name in ("plain", "scaled"))
+        ours, theirs = (
+            [line[key] for line in log_of(tmp_path / name)] for name in ("plain", "scaled")
+        )
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
@@ -312,6 +376,8 @@ def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(tmp_path):
     at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
     trainer.train()
     assert torch.equal(before[0], before[1]) and trainer.nonfinite_updates.num_skipped == 0
-    assert scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1
+    assert (
+        scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1
+    )
     line = log_of(tmp_path)[1]
     assert line["skipped"] == "overflow" and line["scale"] == 2.0**10

@@ -13,15 +13,30 @@ from tiny_models import tiny_encoder
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments
 from contaccum.training.arguments import BANK_METHODS
 
-SETTINGS = {"method": "contaccum", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "seed": 5}
+SETTINGS = {
+    "method": "contaccum",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "seed": 5,
+}
 SETTINGS |= {"num_train_epochs": 1, "learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2}
 SETTINGS |= {"save_strategy": "no", "logging_steps": 1000, "disable_tqdm": True}
-OF_THE_TRAINER = ("evaluator", "eval_dataset", "loss", "callbacks", "mining_data", "data_record", "guide")
+OF_THE_TRAINER = (
+    "evaluator",
+    "eval_dataset",
+    "loss",
+    "callbacks",
+    "mining_data",
+    "data_record",
+    "guide",
+)
 
 
 def pairs(n: int, negatives: int = 0) -> Dataset:
     columns = {"query": sentences(n, 1), "positive": sentences(n, 2, 9)}
-    return Dataset.from_dict({**columns, **{f"negative_{i + 1}": sentences(n, 3 + i) for i in range(negatives)}})
+    return Dataset.from_dict(
+        {**columns, **{f"negative_{i + 1}": sentences(n, 3 + i) for i in range(negatives)}}
+    )
 
 
 def arguments_in(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
@@ -32,7 +47,12 @@ def arguments_in(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
 
 
 def trainer_in(
-    folder: Path, data: Any = 36, tied: bool = True, dropout: float = 0.0, model: Any = None, **settings: Any
+    folder: Path,
+    data: Any = 36,
+    tied: bool = True,
+    dropout: float = 0.0,
+    model: Any = None,
+    **settings: Any,
 ) -> ContAccumTrainer:
     """Micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
     model = tiny_encoder(tied, dropout) if model is None else model
@@ -45,7 +65,9 @@ def log_of(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
     return read_lines(folder / name)
 
 
-def texts_of(trainer: Any, before: Callable[[Any], Any] = lambda inputs: None) -> list[list[tuple[str, ...]]]:
+def texts_of(
+    trainer: Any, before: Callable[[Any], Any] = lambda inputs: None
+) -> list[list[tuple[str, ...]]]:
     """The rows of every micro-batch that is trained on, as decoded texts, in order; filled by training.
 
     Args:
@@ -57,7 +79,10 @@ def texts_of(trainer: Any, before: Callable[[Any], Any] = lambda inputs: None) -
     def spy(model: Any, inputs: dict[str, Any], *others: Any, **more: Any) -> Any:
         before(inputs)
         columns = [inputs[name] for name in inputs if name.endswith("_input_ids")]
-        decoded = [trainer.processing_class.batch_decode(column, skip_special_tokens=True) for column in columns]
+        decoded = [
+            trainer.processing_class.batch_decode(column, skip_special_tokens=True)
+            for column in columns
+        ]
         seen.append(list(zip(*decoded, strict=True)))
         return step(model, inputs, *others, **more)
 
@@ -69,7 +94,9 @@ def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
     """Everything that decides how training goes on."""
     state = {f"model.{key}": value.clone() for key, value in trainer.model.state_dict().items()}
     for index, group in trainer.optimizer.state_dict()["state"].items():
-        state |= {f"optimizer.{index}.{key}": torch.as_tensor(value) for key, value in group.items()}
+        state |= {
+            f"optimizer.{index}.{key}": torch.as_tensor(value) for key, value in group.items()
+        }
     for loss in trainer.bank_losses():
         state |= {f"bank.{key}": value for key, value in loss.bank_state_dict().items()}
     state["learning_rate"] = torch.tensor(trainer.lr_scheduler.get_last_lr())
@@ -82,7 +109,9 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [key for key in one if not torch.equal(one[key], other[key])]
 
 
-def assert_resumes(make: Callable[..., ContAccumTrainer], folder: Path, *updates: int) -> ContAccumTrainer:
+def assert_resumes(
+    make: Callable[..., ContAccumTrainer], folder: Path, *updates: int
+) -> ContAccumTrainer:
     """Runs resumed after each of the updates end bit for bit as the straight one, which is returned."""
     straight = make(folder / "straight", **SAVES)
     straight.train()

@@ -32,8 +32,12 @@ def root(tmp_path_factory) -> Path:
     tiny_encoder().save_pretrained(str(root / "model"))
     documents = {f"d{row}": ("", text) for row, text in enumerate(sentences(40, 5, 9))}
     queries = {f"q{row}": text for row, text in enumerate(sentences(24, 6))}
-    write_beir(root / "beir", documents, queries, [(f"q{row}", f"d{row}", 1) for row in range(24)], "dev")
-    pairs = [{"query": queries[f"q{row}"], "positive": documents[f"d{row}"][1]} for row in range(24)]
+    write_beir(
+        root / "beir", documents, queries, [(f"q{row}", f"d{row}", 1) for row in range(24)], "dev"
+    )
+    pairs = [
+        {"query": queries[f"q{row}"], "positive": documents[f"d{row}"][1]} for row in range(24)
+    ]
     write_lines(root / "pairs.jsonl", pairs)
     config = {
         "model": str(root / "model"),
@@ -57,10 +61,24 @@ def trials_of(output: Path) -> list[dict[str, Any]]:
     return json.loads((output / "tuned.json").read_text())["trials"]
 
 
-def test_the_config_that_it_writes_is_trained_and_has_the_best_settings(root, tmp_path, monkeypatch, capsys):
+def test_the_config_that_it_writes_is_trained_and_has_the_best_settings(
+    root, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(search_module, "MOST_TRIALS", 8)
     corpus = str(root / "beir")
-    assert tune(root, tmp_path / "out", "--corpus", corpus, "--total_train_batch_size", "8", "--seed", "3") == 0
+    assert (
+        tune(
+            root,
+            tmp_path / "out",
+            "--corpus",
+            corpus,
+            "--total_train_batch_size",
+            "8",
+            "--seed",
+            "3",
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("BM25 ")
     assert "trial 1 of about" in said
@@ -81,10 +99,21 @@ def test_the_config_that_it_writes_is_trained_and_has_the_best_settings(root, tm
 def test_a_trial_scores_the_documents_of_its_own_model(root, tmp_path):
     """Documents that stood still in a trial of the query tower are encoded anew where both towers are trained."""
     assert (
-        main(["encode", str(root / "model"), "--corpus", str(root / "beir"), "--output", str(tmp_path / "store")]) == 0
+        main(
+            [
+                "encode",
+                str(root / "model"),
+                "--corpus",
+                str(root / "beir"),
+                "--output",
+                str(tmp_path / "store"),
+            ]
+        )
+        == 0
     )
     options: dict[str, list[str]] = {
-        key: [str(value)] for key, value in yaml.safe_load((root / "config.yaml").read_text()).items()
+        key: [str(value)]
+        for key, value in yaml.safe_load((root / "config.yaml").read_text()).items()
     }
     options |= {"eval_strategy": ["epoch"], "learning_rate": ["0.02"]}
     options["use_cpu"] = ["true"]
@@ -92,7 +121,9 @@ def test_a_trial_scores_the_documents_of_its_own_model(root, tmp_path):
     query_side = options_of_method(options, "query_side", tmp_path / "store")
 
     def score_of(evaluator: RetrievalEvaluator, of_run: Any) -> Any:
-        return run_trial(of_run, evaluator, tmp_path / "run", 600.0, lambda scores: False).query_scores
+        return run_trial(
+            of_run, evaluator, tmp_path / "run", 600.0, lambda scores: False
+        ).query_scores
 
     shared = RetrievalEvaluator(load_beir_folder(root / "beir", "dev"))
     first = score_of(shared, query_side)
@@ -105,7 +136,14 @@ def test_a_trial_scores_the_documents_of_its_own_model(root, tmp_path):
 
 def test_what_is_given_is_not_searched(root, tmp_path):
     given = ["--method", "contaccum", "--learning_rate", "0.02", "--temperature", "0.05"]
-    given += ["--total_train_batch_size", "8", "--num_train_epochs", "1", "--num_hard_negatives", "0"]
+    given += [
+        "--total_train_batch_size",
+        "8",
+        "--num_train_epochs",
+        "1",
+        "--num_hard_negatives",
+        "0",
+    ]
     assert tune(root, tmp_path / "out", *given) == 0
     [trial] = trials_of(tmp_path / "out")
     assert trial["settings"] == {"method": "contaccum"}
@@ -117,7 +155,14 @@ def test_a_rung_whose_rate_was_rounded_is_tried_once(root, tmp_path):
     """A third of 5e-5 is tried as 1.7e-5, which is 0.34 of it."""
     (tmp_path / "rate.yaml").write_text("learning_rate: 5.0e-5\n")
     given = ["--method", "contaccum", "--temperature", "0.05", "--total_train_batch_size", "8"]
-    given += ["--num_train_epochs", "1", "--num_hard_negatives", "0", "--output", str(tmp_path / "out")]
+    given += [
+        "--num_train_epochs",
+        "1",
+        "--num_hard_negatives",
+        "0",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(["tune", str(root / "config.yaml"), str(tmp_path / "rate.yaml"), *given]) == 0
     rates = [trial["settings"]["learning_rate"] for trial in trials_of(tmp_path / "out")]
     assert rates[:3] == [5e-5, 1.5e-4, 1.7e-5]
@@ -134,15 +179,28 @@ def test_a_trial_that_fails_ends_its_ladder_and_not_the_search(root, tmp_path, m
         return Outcome({f"q{row}": rate for row in range(24)}, rate, 0.1, 9)
 
     monkeypatch.setattr(search_module, "run_trial", run_trial)
-    given = ["--method", "contaccum", "--temperature", "0.05", "--num_train_epochs", "1", "--num_hard_negatives", "0"]
+    given = [
+        "--method",
+        "contaccum",
+        "--temperature",
+        "0.05",
+        "--num_train_epochs",
+        "1",
+        "--num_hard_negatives",
+        "0",
+    ]
     assert tune(root, tmp_path / "out", *given) == 0
     assert "its loss is not finite" in capsys.readouterr().out
     trials = trials_of(tmp_path / "out")
-    assert [trial["note"] for trial in trials if trial["score"] is None] == ["its loss is not finite"]
+    assert [trial["note"] for trial in trials if trial["score"] is None] == [
+        "its loss is not finite"
+    ]
     assert max(trial["settings"]["learning_rate"] for trial in trials) < 0.1
 
 
-def test_a_trial_that_takes_long_is_cut_and_stays_cut_after_a_kill(root, tmp_path, monkeypatch, capsys):
+def test_a_trial_that_takes_long_is_cut_and_stays_cut_after_a_kill(
+    root, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(search_module, "MOST_TRIALS", 4)
     steps: list[str | None] = []
 
@@ -181,11 +239,15 @@ def test_a_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, caps
     monkeypatch.setattr(search_module, "run_trial", run_trial)
     assert tune(root, tmp_path / "out") == 0
     assert tried.count("grad_cache") == 1
-    assert "too slow for the budget: a trial of grad_cache takes 83 minutes" in capsys.readouterr().out
+    assert (
+        "too slow for the budget: a trial of grad_cache takes 83 minutes" in capsys.readouterr().out
+    )
     assert len(trials_of(tmp_path / "out")) == 9
 
 
-def test_mined_negatives_are_tried_and_the_config_has_those_that_were_chosen(root, tmp_path, monkeypatch):
+def test_mined_negatives_are_tried_and_the_config_has_those_that_were_chosen(
+    root, tmp_path, monkeypatch
+):
     """With made-up scores that prefer them; the negatives are documents of the corpus, and no positives."""
     monkeypatch.setattr(search_module, "MOST_TRIALS", 12)
     tried = []
@@ -197,14 +259,25 @@ def test_mined_negatives_are_tried_and_the_config_has_those_that_were_chosen(roo
         return Outcome({f"q{row}": score for row in range(24)}, score, 0.1, 9)
 
     monkeypatch.setattr(search_module, "run_trial", run_trial)
-    given = ["--corpus", str(root / "beir"), "--learning_rate", "0.01", "--temperature", "0.05", "--seed", "1"]
+    given = [
+        "--corpus",
+        str(root / "beir"),
+        "--learning_rate",
+        "0.01",
+        "--temperature",
+        "0.05",
+        "--seed",
+        "1",
+    ]
     assert tune(root, tmp_path / "out", *given, "--num_train_epochs", "1") == 0
     assert {("contaccum", "1", "mined.jsonl"), ("contaccum", "0", "pairs.jsonl")} <= set(tried)
     assert {row[1:] for row in tried if row[0] == "query_side"} <= {("0", "pairs.jsonl")}
     config = yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text())
     assert config["num_hard_negatives"] == 1
     records = [json.loads(line) for line in Path(config["train_data"]).read_text().splitlines()]
-    documents = {document["text"] for document in load_beir_folder(root / "beir", "dev").corpus.values()}
+    documents = {
+        document["text"] for document in load_beir_folder(root / "beir", "dev").corpus.values()
+    }
     positives = {record["query"]: record["positive"] for record in records}
     assert len(records) == 24
     for record in records:
@@ -259,7 +332,9 @@ def test_a_search_that_was_killed_goes_on_as_it_would_have(root, tmp_path, monke
         (["--learnin_rate", "1"], "learning_rate"),
     ],
 )
-def test_what_cannot_be_tuned_is_said_in_one_line(root, tmp_path, given, message, capsys, monkeypatch):
+def test_what_cannot_be_tuned_is_said_in_one_line(
+    root, tmp_path, given, message, capsys, monkeypatch
+):
     monkeypatch.setattr("contaccum.training.config.NanoBEIR", lambda *_, **__: object())
     assert tune(root, tmp_path / "out", *given) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -275,7 +350,11 @@ def test_a_budget_goes_on_counting_after_a_kill(tmp_path):
     assert 40 < again.left() <= 59.8
     durations = [parse_duration(text) for text in ("90s", "30m", "1h30m", "2H", "1.5h")]
     assert durations == [90, 1800, 5400, 7200, 5400]
-    assert [show_duration(seconds) for seconds in (45, 840, 9000)] == ["45 seconds", "14 minutes", "2.5 hours"]
+    assert [show_duration(seconds) for seconds in (45, 840, 9000)] == [
+        "45 seconds",
+        "14 minutes",
+        "2.5 hours",
+    ]
     for text in ("", "30", "-3m", "1.2.3m"):
         with pytest.raises(ConfigError, match="write a time"):
             parse_duration(text)
@@ -290,8 +369,13 @@ def made_trial(number: int, scores: list[float] | None, **settings: Any) -> Fini
 
 def test_another_setting_is_chosen_only_where_dev_data_decide():
     base = {f"q{row}": 0.2 for row in range(20)}
-    ladder = [made_trial(i, 20 * [0.5 - 0.01 * abs(i - 1)], method="a", learning_rate=3.0**i) for i in range(3)]
-    lucky = made_trial(3, 19 * [0.45] + [1.6], method="a", learning_rate=3.0, temperature=0.1)  # by one query
+    ladder = [
+        made_trial(i, 20 * [0.5 - 0.01 * abs(i - 1)], method="a", learning_rate=3.0**i)
+        for i in range(3)
+    ]
+    lucky = made_trial(
+        3, 19 * [0.45] + [1.6], method="a", learning_rate=3.0, temperature=0.1
+    )  # by one query
     assert lucky.score > 0.5
     assert choose_trial([*ladder, lucky], base).trial == 1
     better = made_trial(4, 20 * [0.6], method="a", learning_rate=3.0, temperature=0.02)
