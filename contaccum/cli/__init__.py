@@ -28,6 +28,7 @@ COMMANDS = {
     "mine": "find hard negatives for training data",
     "encode": "encode a corpus of any size into a memory-mapped store",
     "search": "search a store for queries, and write a TREC run",
+    "export": "write a model as folders that embedding servers load",
     "open_qa": "score passage retrieval for questions by answer match, as DPR does",
     "compare": "train methods side by side and report which is better",
     "report": "draw runs, comparisons and evaluations as one HTML page",
