@@ -46,7 +46,8 @@ def read_baseline(path: Path, data: BeirDataset) -> dict[str, Any]:
     baseline = read_result(path)
     if baseline["data"].get("fingerprint") != data.fingerprint:
         raise DataError(
-            f"--baseline {path}: its data are not {data.name}; evaluate the baseline on {data.name} first"
+            f"--baseline {path}: its data are not {data.name}; "
+            f"evaluate the baseline on {data.name} first"
         )
     return baseline
 

@@ -1,4 +1,4 @@
-"""The table of docs/stack.md: each cell is tried here, those of sentence-transformers' losses too."""
+"""docs/stack.md: every cell of its table is tested, also for sentence-transformers' losses."""
 
 import zlib
 from collections.abc import Callable
