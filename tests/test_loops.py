@@ -89,7 +89,7 @@ def make_model() -> Callable[..., DualEncoder]:
 
 @pytest.fixture(autouse=True)
 def _reset_accelerator() -> None:
-    """Reset the precision that a trainer of another test file may have set for the whole process."""
+    """Reset the precision, which a trainer of another test file may have set for the process."""
     # A private method, but accelerate's own tests use the same one.
     AcceleratorState._reset_state(reset_partial_state=True)
 
