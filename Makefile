@@ -61,8 +61,8 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Build the documentation in build/site; a broken link is an error. `make docs SERVE=1` serves it and
-# rebuilds it after changes. The variable turns off the theme's notice about mkdocs 2.
+# Build the documentation in build/site; a broken link is an error. `make docs SERVE=1` serves it
+# and rebuilds it after changes. The variable turns off the theme's notice about mkdocs 2.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict)
 

@@ -40,7 +40,7 @@ LOSSES: dict[str, Callable[[Any], nn.Module]] = {
 
 
 class Case:
-    """A tiny model, training data and trainer arguments. A part of the stack changes some of them."""
+    """A tiny model, training data and trainer arguments, some of which a part of the stack changes."""
 
     def __init__(self, tokenizer: Any, config: Any, folder: Path) -> None:
         self.tokenizer = tokenizer
