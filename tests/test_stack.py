@@ -40,7 +40,7 @@ LOSSES: dict[str, Callable[[Any], nn.Module]] = {
 
 
 class Case:
-    """A tiny model, training data and trainer arguments, some of which a part of the stack changes."""
+    """A tiny model, its training data and trainer arguments; a part of the stack changes them."""
 
     def __init__(self, tokenizer: Any, config: Any, folder: Path) -> None:
         self.tokenizer = tokenizer
