@@ -20,7 +20,7 @@ from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts, read_texts
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.tuning.budget import Budget, show_duration
+from contaccum.tuning.budget import Budget, format_duration
 from contaccum.tuning.tune import Baselines
 
 LARGEST_HAYSTACK = 2000
@@ -53,8 +53,8 @@ def require_time(budget: Budget, split: Split, seconds_of_one: float) -> None:
         budget.save()
         enough = budget.used() + needed / _LARGEST_SHARE
         raise ConfigError(
-            f"the budget of {show_duration(budget.seconds)} is too short: encoding {documents:,} documents takes "
-            f"{show_duration(needed)} (give {show_duration(enough)} or more, or fewer documents)"
+            f"the budget of {format_duration(budget.seconds)} is too short: encoding {documents:,} documents takes "
+            f"{format_duration(needed)} (give {format_duration(enough)} or more, or fewer documents)"
         )
 
 

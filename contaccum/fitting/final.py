@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import to_command_line
 from contaccum.data.beir import BeirDataset
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -49,7 +49,7 @@ def write_config(folder: FitFolder, tuned: Tuned, seconds_left: float) -> int | 
         return None
     options = dict(tuned.options)
     options["output_dir"] = [str(folder.again)]
-    _, data_args, args = config.parse(as_tokens({**options, "eval_strategy": ["epoch"]}))
+    _, data_args, args = config.parse(to_command_line({**options, "eval_strategy": ["epoch"]}))
     updates = count_updates(len(config.load_data(data_args, args).dataset), args)
     possible = _possible_updates(tuned, seconds_left)
     cut_to = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import to_command_line
 from contaccum.data.split import CORPUS_FILE, Split, read_split
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -180,7 +180,7 @@ class Fit:
 
         options = base_options(self._folder, self._model, self._given)
         model_args, _, args = config.parse(
-            as_tokens(options_of_method(options, "grad_accum", None))
+            to_command_line(options_of_method(options, "grad_accum", None))
         )
         base = load_encoder(model_args, args)
         with self._one_first("scoring what there is"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sentence_transformers.util import is_sentence_transformer_model
 
-from contaccum.comparison.plan import as_tokens
+from contaccum.comparison.options import to_command_line
 from contaccum.data.split import TRAIN_FILE
 from contaccum.errors import ConfigError
 from contaccum.files import redact
@@ -47,7 +47,7 @@ def check_settings(data: Path, model: str, given: Options) -> ContAccumTrainingA
     options = {"model": [model], "train_data": [str(data)], "output_dir": ["unused"], **given}
     method = given.get("method", ["grad_accum"])[0]
     checked = options_of_method(options, method, Path("unused"))
-    return config.parse(as_tokens(checked))[2]
+    return config.parse(to_command_line(checked))[2]
 
 
 def base_options(folder: FitFolder, model: str, given: Options) -> dict[str, list[str]]:

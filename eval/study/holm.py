@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from contaccum.comparison.summary import by_query
+from contaccum.comparison.summary import average_by_query
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.tables import markdown_table
@@ -40,7 +40,7 @@ def compare(path: Path, pair: str, metric: str) -> dict[str, Any]:
         for group in groups
     ]
     ours, theirs = (
-        by_query([read_json(file)["evaluations"][data] for file in files], metric)
+        average_by_query([read_json(file)["evaluations"][data] for file in files], metric)
         for files in results
     )
     row = {
