@@ -146,6 +146,7 @@ def count_updates(num_rows: int, args: ContAccumTrainingArguments) -> int:
     """Return the number of updates of a run on a data set with a number of rows."""
     if args.max_steps > 0:
         return int(args.max_steps)
+    assert args.total_train_batch_size is not None  # computed when the arguments are created
     updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 

@@ -274,11 +274,10 @@ def test_search_continues_after_a_kill_with_the_same_trials(root, tmp_path, monk
         file.write('{"op_code": 5, "worker')  # a line that a kill has cut short
     monkeypatch.setattr(search_module, "run_trial", make_run_trial(None))
     assert tune(root, tmp_path / "killed", *options) == 0
-    expected = [
-        (trial["settings"], trial["score"]) for trial in read_trials(tmp_path / "uninterrupted")
-    ]
-    trials = [(trial["settings"], trial["score"]) for trial in read_trials(tmp_path / "killed")]
-    assert trials == expected
+    expected = read_trials(tmp_path / "uninterrupted")
+    trials = read_trials(tmp_path / "killed")
+    for key in ("settings", "score"):
+        assert [trial[key] for trial in trials] == [trial[key] for trial in expected]
 
 
 @pytest.mark.parametrize(
