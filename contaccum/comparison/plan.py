@@ -192,7 +192,9 @@ def _select_labels(entry: Entry, cell: Labels, grid: Options) -> dict[str, str]:
 
 def _make_row_labels(labels: Labels, baseline_labels: Labels) -> dict[str, str]:
     """Return the labels of a row, and in brackets the labels that only the baseline has."""
-    row_labels = {key: f"({value})" for key, value in baseline_labels.items()}
+    row_labels = {}
+    for key, value in baseline_labels.items():
+        row_labels[key] = f"({value})"
     row_labels.update(labels)
     return row_labels
 
@@ -277,17 +279,21 @@ def apply_chosen_values(plan: Plan, key: str, chosen: Mapping[str, str | None]) 
             row_labels[key] = group.labels[key]
         comparisons[group.name, new_groups[baseline_name].name] = row_labels
 
+    groups = {}
     values: dict[str, None] = {}  # distinct, in the order of the groups
     for group in new_groups.values():
+        groups[group.name] = group
         if key in group.labels:
             values[group.labels[key]] = None
     return plan._replace(
-        grid={**plan.grid, key: list(values)},
-        groups={group.name: group for group in new_groups.values()},
-        comparisons=comparisons,
+        grid={**plan.grid, key: list(values)}, groups=groups, comparisons=comparisons
     )
 
 
 def _get_fixed_values(plan: Plan, key: str) -> dict[str, str]:
     """Return {name of an entry: value} for the entries that set a key themselves."""
-    return {entry.name: entry.overrides[key] for entry in plan.entries if key in entry.overrides}
+    values = {}
+    for entry in plan.entries:
+        if key in entry.overrides:
+            values[entry.name] = entry.overrides[key]
+    return values

@@ -87,7 +87,7 @@ def make_jobs(
     Raises:
         DataError: for training data that cannot be used.
     """
-    evaluation_identity: dict[str, Any] = {}
+    evaluation_identity: dict[str, object] = {}
     for key, value in evaluation.items():
         if key not in ("data", "batch_size"):
             evaluation_identity[f"eval_{key}"] = value
@@ -218,7 +218,12 @@ def run_job(job: Job) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     is_cuda = args.device.type == "cuda"
     return {
-        **{key: job[key] for key in ("name", "entry", "method", "seed", "labels", "identity")},
+        "name": job["name"],
+        "entry": job["entry"],
+        "method": job["method"],
+        "seed": job["seed"],
+        "labels": job["labels"],
+        "identity": job["identity"],
         "initial_weights": initial_weights,
         "data_order": _fingerprint_data_order(args, data.training),
         "pairs_per_update": args.total_train_batch_size,

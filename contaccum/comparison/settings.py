@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
 from contaccum.comparison.options import ARGUMENT_CLASSES, is_used_by
@@ -37,7 +37,9 @@ def changed_settings(plan: Plan) -> dict[str, dict[str, str]]:
     between the entries or from the default. Values are shown as in `loss_settings`.
     """
     values_by_entry = {entry.name: _get_values(plan, entry) for entry in plan.entries}
-    given_keys = {key for group in plan.groups.values() for key in group.options}
+    given_keys: set[str] = set()
+    for group in plan.groups.values():
+        given_keys.update(group.options)
     given_keys -= {"method", *COMMON_OPTIONS}
     changed = {}
     for key, default in _DEFAULTS.items():
@@ -53,23 +55,24 @@ def changed_settings(plan: Plan) -> dict[str, dict[str, str]]:
 
 def _get_values(plan: Plan, entry: Entry) -> dict[str, str]:
     """Return {setting: its value, or the values of the entry's groups joined by "or"}."""
-    groups = [group for group in plan.groups.values() if group.entry == entry.name]
     settings_of_groups = []
-    for group in groups:
+    for group in plan.groups.values():
+        if group.entry != entry.name:
+            continue
         model, data, training = group.arguments
         # to_dict has the batch sizes that the user gave, also if an update is one cached batch.
         settings_of_groups.append({**vars(model), **vars(data), **training.to_dict()})
     values = {}
     for key in _DEFAULTS:
         values[key] = NOT_USED
-        if groups and is_used_by(entry.method, key):
-            values[key] = _join_distinct(settings.get(key) for settings in settings_of_groups)
+        if settings_of_groups and is_used_by(entry.method, key):
+            values[key] = _join_distinct([settings.get(key) for settings in settings_of_groups])
     return values
 
 
-def _join_distinct(values: Iterable[object]) -> str:
+def _join_distinct(values: Sequence[object]) -> str:
     """Return the distinct values as text, joined by "or"."""
-    texts = dict.fromkeys(_format_value(value) for value in values)
+    texts = dict.fromkeys(map(_format_value, values))
     return " or ".join(texts)
 
 

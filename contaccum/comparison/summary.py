@@ -52,6 +52,9 @@ _SWITCHED_OFF = {"-", "false", "none", "0", "0.0"}
 Results = Mapping[str, Mapping[str, Any]]
 """{name of the run: content of its result.json}"""
 
+Row = dict[str, Any]
+"""A comparison of a group with its baseline, in report.json."""
+
 
 def build_report(
     plan: Plan,
@@ -92,13 +95,20 @@ def build_report(
 
 def _without_scores(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's result without its identity and without the scores of each query."""
-    return {key: value for key, value in result.items() if key not in ("evaluations", "identity")}
+    short_result = dict(result)
+    short_result.pop("evaluations", None)
+    short_result.pop("identity", None)
+    return short_result
 
 
 def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str, Any]:
     """Return the scores and costs of a group, averaged over the seeds whose runs have finished."""
-    finished_seeds = [seed for seed in seeds if group.run_name(seed) in results]
-    runs = [results[group.run_name(seed)] for seed in finished_seeds]
+    finished_seeds = []
+    runs = []
+    for seed in seeds:
+        if group.run_name(seed) in results:
+            finished_seeds.append(seed)
+            runs.append(results[group.run_name(seed)])
     data_names = list(runs[0]["evaluations"]) if runs else []
     summary: dict[str, Any] = {
         "entry": group.entry,
@@ -128,13 +138,13 @@ def _average_metrics(runs: Sequence[Mapping[str, Any]], data: str) -> dict[str, 
     return averages
 
 
-def _compare_with_baseline(plan: Plan, results: Results) -> list[dict[str, Any]]:
+def _compare_with_baseline(plan: Plan, results: Results) -> list[Row]:
     """Compare every group with the baseline of its cell, on every data set by every metric.
 
     The score of a query is averaged over the seeds for which both groups have a finished run.
     ``p_holm`` is corrected over all rows with the same data set and metric.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for (name, baseline_name), labels in plan.comparisons.items():
         group = plan.groups[name]
         baseline = plan.groups[baseline_name]
@@ -163,7 +173,7 @@ def _compare_with_baseline(plan: Plan, results: Results) -> list[dict[str, Any]]
                     **_compare_evaluations(evaluations, baseline_evaluations, metric),
                 }
                 rows.append(row)
-    rows_by_table: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    rows_by_table: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         rows_by_table.setdefault((row["data"], row["metric"]), []).append(row)
     for table in rows_by_table.values():
@@ -250,8 +260,9 @@ def _tuning_warnings(context: Mapping[str, Any]) -> list[str]:
     for group in tuning["groups"].values():
         cell = cell_name(group["labels"])
         for text, detail in _warn_of_choice(key, group):
-            parts = [part for part in (cell, detail) if part]
-            details_by_text.setdefault(text, []).append(": ".join(parts))
+            if cell and detail:
+                detail = f"{cell}: {detail}"
+            details_by_text.setdefault(text, []).append(detail or cell)
     lines = []
     for text, details in details_by_text.items():
         joined = "; ".join(filter(None, details))

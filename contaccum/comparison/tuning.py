@@ -127,15 +127,19 @@ def tune_groups(
         candidates = _select_candidates(plan, ladder, tuning)
         if not candidates:
             return tuning
-        groups = {candidate.tuning_group.name: candidate.tuning_group for candidate in candidates}
+        groups = {}
+        for candidate in candidates:
+            groups[candidate.tuning_group.name] = candidate.tuning_group
         results, failed = train(plan._replace(seeds=ladder.seeds, groups=groups))
         for run_name, reason in failed.items():
             tuning.failed[f"tune/{run_name}"] = reason
         for name, value, group in candidates:
             tuning.scores[name][value] = None
-            run_names = [group.run_name(seed) for seed in ladder.seeds]
-            if all(run_name in results for run_name in run_names):
-                runs = [results[run_name] for run_name in run_names]
+            runs = []
+            for seed in ladder.seeds:
+                if group.run_name(seed) in results:
+                    runs.append(results[group.run_name(seed)])
+            if len(runs) == len(ladder.seeds):
                 tuning.scores[name][value] = _average_score(runs)
                 tuning.query_scores[name][value] = _average_query_scores(runs)
 

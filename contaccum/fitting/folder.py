@@ -98,7 +98,7 @@ class FitFolder:
         write_json(self.record_file, {"request": request})
 
     def _check_record(self, record: dict[str, Any], request: dict[str, Any]) -> None:
-        """Raise `ConfigError` unless the record belongs to an unfinished fit of the same request."""
+        """Raise `ConfigError` unless the record is of an unfinished fit of the same request."""
         if "verdict" in record and self.report.is_file():
             raise ConfigError(
                 f"{self.path}: this folder has a finished fit ({record['verdict']['line']}); "
