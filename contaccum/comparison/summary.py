@@ -85,7 +85,10 @@ def build_report(
         "entries": [entry._asdict() for entry in plan.entries],
         "tricks": {"settings": settings, "said": _describe_differences(settings)},
         "changed_settings": changed_settings(plan),
-        "warnings": [*_tuning_warnings(context), *_fairness_warnings(plan, results)],
+        "warnings": [
+            *_collect_tuning_warnings(context),
+            *_collect_fairness_warnings(plan, results),
+        ],
         "failed": dict(failed),
         "groups": groups,
         "comparisons": _compare_with_baseline(plan, results),
@@ -247,7 +250,7 @@ def _describe_differences(settings: Mapping[str, Mapping[str, str]]) -> str:
     return " ".join(sentences)
 
 
-def _tuning_warnings(context: Mapping[str, Any]) -> list[str]:
+def _collect_tuning_warnings(context: Mapping[str, Any]) -> list[str]:
     """Return warnings about chosen values that say little, and about data used for tuning.
 
     Warnings with the same text are joined in one line, with a detail of each cell of the grid.
@@ -291,7 +294,7 @@ def _warn_of_choice(key: str, group: Mapping[str, Any]) -> Iterator[tuple[str, s
     if group["at_end"]:
         text = (
             f"{entry}: the best {key} is the smallest or the largest value tried, so a value "
-            "beyond it may be better; tune further"
+            "beyond it may be better; raise --tune_most, or try other values with --tune"
         )
         yield text, f"{chosen} of {len(group['scores'])} values"
     worst = group.get("worst")  # reports of earlier versions have no such key
@@ -321,7 +324,7 @@ _SAME_AS_BASELINE = {
 }
 
 
-def _fairness_warnings(plan: Plan, results: Results) -> list[str]:
+def _collect_fairness_warnings(plan: Plan, results: Results) -> list[str]:
     """Return warnings about runs that differ from the baseline's run in more than the method.
 
     There is one warning for each entry and difference. It names the seeds of the runs, and the
