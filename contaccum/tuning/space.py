@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from optuna import Trial
 
+from contaccum.tuning.choice import Settings
+
 
 class Choices(NamedTuple):
     """A setting with a few possible values."""
@@ -122,7 +124,7 @@ def name_span_parameter(key: str, method: str) -> str:
 
 def suggest(
     trial: Trial, starts: Mapping[str, Mapping[str, float]], space: Mapping[str, Setting]
-) -> dict[str, Any]:
+) -> Settings:
     """Let Optuna choose a value for each setting of a space.
 
     Args:
@@ -133,7 +135,7 @@ def suggest(
     Returns:
         {key: value}.
     """
-    values: dict[str, Any] = {}
+    values: Settings = {}
     methods = tuple(starts)
     method = methods[0]
     if len(methods) > 1:

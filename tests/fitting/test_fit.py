@@ -30,7 +30,7 @@ from contaccum.fitting.settings import check_settings
 from contaccum.fitting.source import DataSource
 
 HALF = len(WORDS) // 2
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, object] = {
     "method": "contaccum",
     "temperature": 0.05,
     "total_train_batch_size": 32,
@@ -224,7 +224,7 @@ class Killed(BaseException):
 
 def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None:
     """Raise `Killed` in place of a function of the pipeline, or after the function."""
-    function: Callable[..., Any] = getattr(pipeline, name)
+    function: Callable[..., object] = getattr(pipeline, name)
 
     def kill(*args: Any, **kwargs: Any) -> Any:
         if after:
@@ -269,7 +269,7 @@ def test_fit_that_was_killed_continues_to_the_same_verdict(
 
 def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path, monkeypatch):
     kill_in_stage(monkeypatch, "encode_corpus", after=False)
-    options: dict[str, Any] = {
+    options = {
         "model": str(root / "fresh"),
         "output": tmp_path / "out",
         "test": 100,
