@@ -32,8 +32,9 @@ def run(argv: Sequence[str]) -> int:
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     args, rest = _make_parser().parse(argv[len(files) :], rest=True)
 
-    from contaccum.comparison.plan import make_plan, read_options
-    from contaccum.comparison.run import about_sets, run_plan
+    from contaccum.comparison.options import read_options
+    from contaccum.comparison.plan import make_plan
+    from contaccum.comparison.run import describe_evaluation_sets, run_plan
     from contaccum.comparison.summary import build_report
 
     options = read_options(files, rest)
@@ -44,8 +45,8 @@ def run(argv: Sequence[str]) -> int:
         )
     plan = make_plan(options, args.methods, args.variant, args.grid, args.seeds, args.baseline)
     evaluation = _evaluation_options(args)
-    sets = about_sets(evaluation)
-    train_missing = partial(run_plan, at_once=args.jobs, progress=partial(print, flush=True))
+    sets = describe_evaluation_sets(evaluation)
+    train_missing = partial(run_plan, max_processes=args.jobs, progress=partial(print, flush=True))
     failed: dict[str, str] = {}
     tuning = None
     if args.tune or args.tune_data:
@@ -65,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     report = redact(build_report(plan, results, failed, context))
     _write_report(report, args.output_dir)
     for line in report["warnings"]:
-        print(f"take care: {line}")
+        print(f"warning: {line}")
     for name, reason in failed.items():
         print(f"failed: {name}: {reason}")
     return 1 if failed else 0
@@ -193,9 +194,9 @@ def _tune(
     Raises:
         UserError: for a setting that cannot be tuned, or dev sets that cannot be used.
     """
-    from contaccum.comparison.plan import with_chosen
-    from contaccum.comparison.run import about_sets
-    from contaccum.comparison.tuning import about_tuning, climb, read_ladder
+    from contaccum.comparison.plan import apply_chosen_values
+    from contaccum.comparison.run import describe_evaluation_sets
+    from contaccum.comparison.tuning import read_ladder, summarize_tuning, tune_groups
 
     ladder = read_ladder(plan, args.tune, args.tune_factor, args.tune_most, args.tune_seeds)
     dev_evaluation = {
@@ -204,22 +205,25 @@ def _tune(
         "split": args.tune_split,
         "updates": None,
     }
-    dev_sets = about_sets(dev_evaluation, "--tune_data")
-    folder = args.output_dir / "tune"
-    found = climb(
-        plan, ladder, lambda rungs: train_missing(rungs, dev_evaluation, dev_sets, folder)
+    dev_sets = describe_evaluation_sets(dev_evaluation, "--tune_data")
+    train_on_dev = partial(
+        train_missing,
+        evaluation=dev_evaluation,
+        sets=dev_sets,
+        folder=args.output_dir / "tune",
     )
-    tuning = about_tuning(plan, ladder, found, dev_sets)
+    result = tune_groups(plan, ladder, train_on_dev)
+    tuning = summarize_tuning(plan, ladder, result, dev_sets)
     chosen = {name: group["chosen"] for name, group in tuning["groups"].items()}
-    return with_chosen(plan, ladder.key, chosen), tuning, found.failed
+    return apply_chosen_values(plan, ladder.key, chosen), tuning, result.failed
 
 
 def _write_report(report: dict[str, Any], folder: Path) -> None:
     """Write report.json, report.md and report.png."""
-    from contaccum.comparison.summary import markdown
+    from contaccum.comparison.summary import render_markdown
     from contaccum.report import comparison_panels, read_comparison, save_png
 
     write_json(folder / "report.json", report)
-    write_text(folder / "report.md", markdown(report))
+    write_text(folder / "report.md", render_markdown(report))
     save_png(comparison_panels(read_comparison(folder / "report.json")), folder / "report.png")
     print(f"written: {folder / 'report.md'}, report.json and report.png beside it")

@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     add("--require", choices=["better"], help="exit code 1 unless the verdict is BETTER")
     args, rest = parser.parse(argv, rest=True)
 
-    from contaccum.comparison.plan import all_options
+    from contaccum.comparison.options import all_options
     from contaccum.fitting.folder import FitFolder
     from contaccum.fitting.pipeline import Fit
     from contaccum.fitting.source import DataSource

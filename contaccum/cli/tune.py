@@ -32,9 +32,10 @@ def run(argv: Sequence[str]) -> int:
     )
     args, rest = parser.parse(argv[len(files) :], rest=True)
 
-    from contaccum.comparison.plan import all_options
+    from contaccum.comparison.options import all_options
     from contaccum.tuning.budget import Budget, TimeForTrials, parse_duration
-    from contaccum.tuning.tune import BUDGET_FILE, TUNED_CONFIG, tune
+    from contaccum.tuning.result import TUNED_CONFIG
+    from contaccum.tuning.tune import BUDGET_FILE, tune
 
     of_files = all_options(files, [])
     given = all_options([], rest)
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     budget = Budget(parse_duration(args.budget), args.output / BUDGET_FILE)
     tuned = tune(options, list(given), TimeForTrials(budget), args.output, _say)
     for warning in tuned.choice.warnings:
-        _say(f"take care: {warning}")
+        _say(f"warning: {warning}")
     settings = ", ".join(f"{key}={value}" for key, value in tuned.choice.settings.items())
     difference = tuned.choice.against_base
     _say(

@@ -1,4 +1,4 @@
-"""From a file of question-passage pairs to a trained retriever, and a verdict whether it is better."""
+"""`contaccum fit`: from question-passage pairs to a trained retriever, and whether it is better."""
 
 from contaccum.fitting.pipeline import FitResult, fit
 from contaccum.fitting.verdict import Verdict

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from contaccum.comparison.summary import by_query
+from contaccum.comparison.summary import average_by_query
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
 from contaccum.evaluation.tables import markdown_table
@@ -81,7 +81,7 @@ def read_query_scores(
     for seed in seeds:
         result_file = report.parent / "runs" / f"{group}_seed-{seed}" / "result.json"
         evaluations.append(read_json(result_file)["evaluations"][data])
-    return by_query(evaluations, metric)
+    return average_by_query(evaluations, metric)
 
 
 def find_group(report: dict[str, Any], path: Path, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contaccum.fitting.verdict import judge, warnings_of
+from contaccum.fitting.verdict import collect_warnings, compute_verdict
 from contaccum.report.fit_page import build_fit_page, title_and_text, trials_panel
 from contaccum.tuning.choice import Choice
 
@@ -19,7 +19,7 @@ SCRIPT = "<script>alert(1)</script>"
 def record_of(base: float, trained: float) -> dict[str, Any]:
     """What `contaccum fit` writes, of ten queries that all have the same score."""
     queries = [f"q{number}" for number in range(10)]
-    verdict = judge(
+    verdict = compute_verdict(
         dict.fromkeys(queries, trained), dict.fromkeys(queries, base), dict.fromkeys(queries, 0.5)
     )
     scores = []
@@ -159,13 +159,13 @@ def test_a_verdict_is_by_the_interval_and_warns_where_dev_and_bm25_say_otherwise
     queries = [f"q{number}" for number in range(40)]
     base = dict.fromkeys(queries, 0.5)
     noisy = {query: 0.5 + (0.3 if number % 2 else -0.3) for number, query in enumerate(queries)}
-    verdict = judge(noisy, base, dict.fromkeys(queries, 0.9))
+    verdict = compute_verdict(noisy, base, dict.fromkeys(queries, 0.9))
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
     choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
-    warnings = warnings_of(verdict, choice)
+    warnings = collect_warnings(verdict, choice)
     assert warnings[0].startswith("dev and test disagree: +0.100 on dev")
     assert warnings[1].startswith("BM25 scores 0.900, more than the trained model")
-    better = judge({query: score + 0.2 for query, score in base.items()}, base, base)
+    better = compute_verdict({query: score + 0.2 for query, score in base.items()}, base, base)
     assert better.word == "BETTER"
-    assert warnings_of(better, choice) == []
+    assert collect_warnings(better, choice) == []
