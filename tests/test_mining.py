@@ -23,13 +23,13 @@ from contaccum.losses.distillation import split_labels
 from contaccum.mining import (
     OUTPUT_FORMATS,
     SelectionRules,
-    _selected,
     check_output,
     load_cross_encoder,
     load_mining_data,
     mine_hard_negatives,
     write_mined,
 )
+from contaccum.mining.rules import select_candidates
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,9 @@ def test_random_sampling_is_uniform_and_depends_on_the_seed_alone(model, pairs):
         num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random"
     )
     scores, rng = -np.arange(10, dtype=np.float32), np.random.default_rng(0)
-    counts = Counter(int(_selected(scores, np.float32(1), rules, rng)[0]) for _ in range(2000))
+    counts = Counter(
+        int(select_candidates(scores, np.float32(1), rules, rng)[0]) for _ in range(2000)
+    )
     assert set(counts) == {3, 4, 5, 6, 7}
     assert all(330 < count < 470 for count in counts.values())  # 400, and four deviations of 18
     one, again, other = (
