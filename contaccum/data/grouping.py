@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from scipy.cluster.hierarchy import DisjointSet
 
 from contaccum.data.beir import BeirDataset
+from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import join_near_duplicates, normalise
-from contaccum.data.readers import Record
 from contaccum.data.records import passage_text
 
 HeldOutBy = Literal["passage", "query"]

@@ -15,9 +15,10 @@ from typing import Any
 
 from contaccum.data import split_files
 from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.data.fields import Record
 from contaccum.data.grouping import Grouping, group_records, held_out_like
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Passage, Record, Source
+from contaccum.data.readers import Passage, Source
 from contaccum.data.records import RecordReport
 from contaccum.data.split_files import text_hash
 from contaccum.errors import ConfigError, DataError

@@ -9,8 +9,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from contaccum.data.beir import BeirDataset
+from contaccum.data.fields import Record
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.readers import Passage, Record, read_passages
+from contaccum.data.readers import Passage, read_passages
 from contaccum.data.records import RecordReport, passage_text, quoted
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, write_text

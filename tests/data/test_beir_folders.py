@@ -17,11 +17,12 @@ import pytest
 from contaccum.data import (
     PUBLIC_NAMES,
     RecordReport,
-    default_split,
+    get_default_split,
     load_beir_folder,
     load_training_data,
 )
-from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
+from contaccum.data.beir import shipped_scifact
+from contaccum.data.public_sets import ARCHIVE_MD5, resolve_beir_data
 from contaccum.errors import DataError
 
 CORPUS = [
@@ -254,7 +255,7 @@ def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatc
 
 def test_names_are_the_benchmarks_and_a_wrong_one_gets_the_closest(server):
     assert len(PUBLIC_NAMES) == 15
-    assert [default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == [
+    assert [get_default_split(name) for name in ("msmarco", "/data/msmarco/", "nq")] == [
         "dev",
         "dev",
         "test",
@@ -323,7 +324,7 @@ def test_sets_of_the_hub_and_of_ir_datasets_are_read_as_beir_folders(
     parts = ["corpus", "queries", "default"][: 3 if name.startswith("mteb") else 2]
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: parts)
     server["hub"][name] = None
-    folder = resolve_beir_data(name, default_split(name))
+    folder = resolve_beir_data(name, get_default_split(name))
     data, expected = load_beir_folder(folder), load_beir_folder(make(tmp_path / "same"))
     assert data.fingerprint == expected.fingerprint and data.name == {"ir": "beir-fiqa-test"}.get(
         name[:2], "fiqa"

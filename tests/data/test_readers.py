@@ -27,8 +27,8 @@ from contaccum.data import (
     sniff_format,
 )
 from contaccum.data.dataset import parse_training_sets
-from contaccum.data.readers import FIELDS
-from contaccum.data.records import csv_rows
+from contaccum.data.fields import FIELDS
+from contaccum.data.tables import read_csv
 from contaccum.errors import ConfigError, DataError
 
 
@@ -147,7 +147,7 @@ def test_quoted_cells_hold_delimiters_quotes_and_lines_and_the_line_is_that_of_t
 def test_a_delimiter_in_quotes_is_part_of_a_column_name(tmp_path, header, delimiter, names, end):
     path = put(tmp_path / "a.csv", f"{header}{end}first{delimiter}second{end}")
     cells = dict(zip(names, ["first", "second"], strict=True))
-    assert [row for _, row in csv_rows(path)] == [cells]
+    assert [row for _, row in read_csv(path)] == [cells]
     query, *_ = (name for name in names if name != "positive")
     expected = Record(cells[query], [cells["positive"]], [])
     assert read(path, columns={"query": query})[0] == [expected]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from contaccum.data.samplers import RESUMING
+from contaccum.data.samplers import RESUMABLE_SAMPLERS
 
 
 def rows(n: int, seed: int = 0, different: int | None = None) -> Dataset:
@@ -24,10 +24,12 @@ def rows(n: int, seed: int = 0, different: int | None = None) -> Dataset:
 def made(
     name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3
 ) -> Any:
-    return RESUMING[name](dataset, batch_size, drop_last, valid_label_columns=["label"], seed=seed)
+    return RESUMABLE_SAMPLERS[name](
+        dataset, batch_size, drop_last, valid_label_columns=["label"], seed=seed
+    )
 
 
-@pytest.mark.parametrize("name", RESUMING)
+@pytest.mark.parametrize("name", RESUMABLE_SAMPLERS)
 def test_an_order_is_a_function_of_seed_and_epoch_and_holds_every_row_once(name):
     dataset = rows(203, different=2000)
     one, other = made(name, dataset), made(name, dataset)

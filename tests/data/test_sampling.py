@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
-from contaccum.data.sampling import Selection, first_texts, samplings_of, with_row_numbers
+from contaccum.data.sampling import Selection, add_row_numbers, first_texts, get_samplings
 from contaccum.errors import ConfigError, DataError
 
 H = 2
@@ -101,12 +101,14 @@ def test_copies_of_the_data_set_share_its_epoch_and_added_columns_stay(data):
     longer = data.dataset.add_column("score", list(range(30)))
     assert longer[4]["score"] == 4 and longer[4]["query"] == "q4"
     assert (
-        samplings_of(longer.remove_columns("score"))
-        == samplings_of(copy.deepcopy(longer))
+        get_samplings(longer.remove_columns("score"))
+        == get_samplings(copy.deepcopy(longer))
         == [data.transform]
     )
     parts = DatasetDict({"a": data.dataset, "b": data.dataset.with_format(None)})
-    assert samplings_of(parts) == [data.transform] and samplings_of(None) == samplings_of([1]) == []
+    assert (
+        get_samplings(parts) == [data.transform] and get_samplings(None) == get_samplings([1]) == []
+    )
     data.transform.set_epoch(4, 2)
     assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
     assert data.dataset.select_columns(["positive"])[1] == {"positive": "p1_0"}
@@ -219,9 +221,9 @@ def test_plain_data_get_row_numbers_and_ids_and_first_texts_are_theirs():
         for i in range(4)
     ]
     plain = Dataset.from_list(listed)
-    dataset = with_row_numbers(plain)
-    (found,) = samplings_of(dataset)
-    found.gives_numbers = True
+    dataset = add_row_numbers(plain)
+    (found,) = get_samplings(dataset)
+    found.has_row_numbers = True
     assert dataset[0]["label"] == [0, *ids("q0", "p0", "n")] and dataset[0]["negative_1"] == "n"
     assert dataset[1]["label"][0] == 1 and dataset[1]["negative_1"] in {"p0", "p2"}
     assert found.known_positives is not None and len(found.known_positives) == 4

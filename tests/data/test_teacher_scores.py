@@ -78,7 +78,7 @@ def test_a_record_without_all_of_its_scores_is_named_where_they_are_needed(tmp_p
         tmp_path / "a.jsonl", FLAG, {**FLAG, "query": "r", **broken}, {**FLAG, "query": "s"}
     )
     assert [record.scores is None for record in read(path)[0]] == [False, True, False]
-    mend = r"contaccum mine --cross_encoder writes some.*--on_bad_record skip\)$"
+    mend = r"contaccum mine --cross_encoder writes scores.*--on_bad_record skip\)$"
     with pytest.raises(DataError, match=r"a\.jsonl:2: no teacher scores: .*" + mend):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
     data = load_training_data(path, num_hard_negatives=2, teacher_scores=True, on_bad_record="skip")
