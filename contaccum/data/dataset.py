@@ -240,7 +240,7 @@ def _compute_fingerprint(
     teacher_scores: bool,
 ) -> str:
     """Return the fingerprint of the texts, and of the settings that change the sampled texts."""
-    parts: list[Any] = [cached.texts_fingerprint]
+    parts: list[object] = [cached.texts_fingerprint]
     has_several_positives = num_positives.max() > 1
     parts.append(selection.positives if has_several_positives else "one")
     if selection.num_hard_negatives:

@@ -114,7 +114,7 @@ class _RowSource(NamedTuple):
     query: str
     positives: list[str]
     negatives: list[str]
-    scores: Any
+    scores: list[float] | None
     positive_index: int
 
 
@@ -236,8 +236,8 @@ class EpochSampling:
         ids: list[int] = []
         if self.has_text_ids:
             ids = text_ids(row[name] for name in text_columns).tolist()
-        if self.has_teacher_scores:
-            score_by_column = _get_scores_by_column(row, source)
+        if self.has_teacher_scores and source.scores is not None:
+            score_by_column = _get_scores_by_column(row, source, source.scores)
             scores = [score_by_column[name] for name in text_columns if name in score_by_column]
             if scores:
                 return encode(text_ids=ids, teacher_scores=scores)
@@ -352,7 +352,9 @@ class EpochSampling:
         return self.known_positives[start:end, 1].tolist()
 
 
-def _get_scores_by_column(row: Mapping[str, str], source: _RowSource) -> dict[str, float]:
+def _get_scores_by_column(
+    row: Mapping[str, str], source: _RowSource, scores: list[float]
+) -> dict[str, float]:
     """Return the teacher scores of a row's passages, by column.
 
     A record may list one text both as positive and as negative: each column has the score of its
@@ -360,14 +362,15 @@ def _get_scores_by_column(row: Mapping[str, str], source: _RowSource) -> dict[st
 
     Args:
         row: texts of the row by column.
-        source: the record of the row, with scores.
+        source: the record of the row.
+        scores: teacher scores of the record's positives and then its negatives.
     """
     num_positives = len(source.positives)
     score_of_positive: dict[str, float] = {}
     score_of_negative: dict[str, float] = {}
-    for text, score in zip(source.positives, source.scores[:num_positives], strict=True):
+    for text, score in zip(source.positives, scores[:num_positives], strict=True):
         score_of_positive.setdefault(text, score)
-    for text, score in zip(source.negatives, source.scores[num_positives:], strict=True):
+    for text, score in zip(source.negatives, scores[num_positives:], strict=True):
         score_of_negative.setdefault(text, score)
     score_by_column = {}
     for name, text in row.items():
