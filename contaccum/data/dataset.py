@@ -22,13 +22,8 @@ from contaccum.data.fields import parse_columns
 from contaccum.data.formats import DATA_FORMATS, JUDGED_FORMATS, DataFormat
 from contaccum.data.readers import Source
 from contaccum.data.records import OnBadRecord, RecordReport, one_line, quoted
-from contaccum.data.sampling import (
-    EpochSampling,
-    MissingNegatives,
-    PositivesUsed,
-    Selection,
-    collect_known_positives,
-)
+from contaccum.data.sampling import EpochSampling, collect_known_positives
+from contaccum.data.selection import MissingNegatives, PositivesUsed, Selection
 from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import AnyPath, fingerprint
 

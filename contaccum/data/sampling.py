@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from contaccum.data.labels import encode
-from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.data.selection import Selection
+from contaccum.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-PositivesUsed = Literal["draw", "first", "all"]
-MissingNegatives = Literal["fill", "drop"]
-POSITIVES_USED: tuple[PositivesUsed, ...] = get_args(PositivesUsed)
-MISSING_NEGATIVES: tuple[MissingNegatives, ...] = get_args(MissingNegatives)
 
 LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers does not treat as texts."""
@@ -38,70 +33,6 @@ _MAX_FILL_TRIES = 256
 
 _BATCH_SIZE = 1000
 _UINT64_MASK = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Settings that decide which rows are made of a record.
-
-    Attributes:
-        num_hard_negatives: h, the number of negatives of each row.
-        positives: "draw": a row for each record, with one of its positives, sampled anew in each
-            epoch. "first": a row for each record, with its first positive. "all": a row for each
-            positive. None: decided by `load_training_data`.
-        negatives_from: number of a record's first negatives to sample from; None: all. If it is h,
-            the first h are used.
-        missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
-            records, and "drop" leaves the record out.
-
-    Raises:
-        ConfigError: for a value out of range, or values that cannot work together.
-    """
-
-    num_hard_negatives: int = 0
-    positives: PositivesUsed | None = None
-    negatives_from: int | None = None
-    missing_negatives: MissingNegatives = "fill"
-
-    def __post_init__(self) -> None:
-        check_choice("positives", self.positives, (None, *POSITIVES_USED))
-        check_choice("missing_negatives", self.missing_negatives, MISSING_NEGATIVES)
-        h = self.num_hard_negatives
-        if h < 0:
-            raise ConfigError(f"num_hard_negatives={h} must be 0 or more")
-        if self.negatives_from is not None and not 0 < h <= self.negatives_from:
-            raise ConfigError(
-                f"num_hard_negatives={h} with negatives_from={self.negatives_from}: "
-                "num_hard_negatives must be 1 or more, and negatives_from no less than it"
-            )
-
-    def sample(
-        self,
-        rng: np.random.Generator,
-        positives: Sequence[str],
-        negatives: Sequence[str],
-        positive_index: int = 0,
-    ) -> tuple[str, list[str]]:
-        """Sample the texts of a row.
-
-        Args:
-            rng: the random generator of the row.
-            positives: all positives of the record.
-            negatives: all negatives of the record.
-            positive_index: index of the row's positive, unless the positive is drawn.
-
-        Returns:
-            The positive, and h negatives, or fewer if the record has fewer.
-        """
-        positive = positives[positive_index]
-        distinct_positives = list(dict.fromkeys(positives))
-        if self.positives == "draw" and len(distinct_positives) > 1:
-            positive = distinct_positives[int(rng.integers(len(distinct_positives)))]
-        distinct_negatives = list(dict.fromkeys(negatives[: self.negatives_from]))
-        if len(distinct_negatives) <= self.num_hard_negatives:
-            return positive, distinct_negatives
-        order = rng.permutation(len(distinct_negatives))[: self.num_hard_negatives]
-        return positive, [distinct_negatives[index] for index in order]
 
 
 class _RowSource(NamedTuple):

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md are what they say they are."""
+"""The examples of docs/data.md can be read, and its tables list every field name."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-
 
 
 def example(begins: str) -> str:
-    """The indented block after the paragraph that begins so."""
+    """Return the indented block after the paragraph of the docs that begins with a text."""
     (text,) = re.findall(
         rf"^{re.escape(begins)}.*?\n\n((?:    [^\n]*\n)+)", DOCS, re.MULTILINE | re.DOTALL
     )
