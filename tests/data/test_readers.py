@@ -287,7 +287,7 @@ def make_messages(text: str, system: str = "s") -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-OTHERS: list[dict[str, Any]] = [
+OTHERS: list[dict[str, object]] = [
     {"query": "q", "pos_doc": "p", "neg_doc": ["m", "n"]},
     {"question": "q", "pos_doc": [{"text": "p"}], "neg_doc": [{"text": "m"}, "n"]},
     {

@@ -25,7 +25,7 @@ FLAG = {
     "pos_scores": [4, 3.5],
     "neg_scores": [1, -2.0],
 }
-SAME: list[dict[str, Any]] = [
+SAME: list[dict[str, object]] = [
     FLAG,
     {"query": "q", "positive": ["p", "o"], "negatives": ["m", "n"], "scores": [4, 3.5, 1, -2]},
     {
@@ -151,8 +151,9 @@ def test_the_first_score_of_a_repeated_text_counts(tmp_path):
     positives = {"pos": ["p", "o", "p"], "pos_scores": [9, 8, 7]}
     negatives = {"neg": ["n", "n", "m"], "neg_scores": [3, 2, 1]}
     path = put_lines(tmp_path / "a.jsonl", {"query": "q", **positives, **negatives})
-    settings: Any = {"num_hard_negatives": 1, "teacher_scores": True, "negatives_from": 1}
-    data = load_training_data(path, positives="first", **settings)
+    data = load_training_data(
+        path, positives="first", num_hard_negatives=1, negatives_from=1, teacher_scores=True
+    )
     _, scores = split_labels(torch.tensor([row["label"] for row in data.dataset]), 3)
     assert scores is not None
     assert scores.tolist() == [[9.0, 3.0]]
@@ -193,8 +194,10 @@ def test_filling_with_passages_without_scores_is_refused(tmp_path):
         DataError, match=r"a\.jsonl: 1 records have fewer than num_hard_negatives=2 .*=drop"
     ):
         load_training_data(path, num_hard_negatives=2, teacher_scores=True)
-    settings: Any = {"num_hard_negatives": 2, "teacher_scores": True, "missing_negatives": "drop"}
-    assert len(load_training_data(path, **settings).dataset) == 1
+    data = load_training_data(
+        path, num_hard_negatives=2, teacher_scores=True, missing_negatives="drop"
+    )
+    assert len(data.dataset) == 1
     for name in ("beir", "msmarco"):
         with pytest.raises(ConfigError, match=f"{name} data have no teacher scores"):
             load_training_data(WRITERS[name](tmp_path), teacher_scores=True)
