@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
-from contaccum.data.beir import resolve_beir_data
+from contaccum.data.public_sets import resolve_beir_data
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.files import atomic_file, cache_folder, read_json, write_text
 from contaccum.training.config import parse

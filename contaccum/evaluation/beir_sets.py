@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, default_split
-from contaccum.data.beir import is_beir_folder, load_beir_folder, resolve_beir_data, set_name
+from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
+from contaccum.data.beir import is_beir_folder, load_beir_folder
+from contaccum.data.public_sets import get_set_name, resolve_beir_data
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
     DEFAULT_K_VALUES,
@@ -105,7 +106,7 @@ def load_data(
     on_bad_record: Literal["stop", "skip"] = "stop",
 ) -> BeirDataset:
     """What `resolve_beir_data` finds, read; raises `DataError` when it cannot be, or nothing is in it."""
-    split = split or default_split(given)
+    split = split or get_default_split(given)
     return load_beir_folder(resolve_beir_data(os.fspath(given), split), split, on_bad_record)
 
 
@@ -295,7 +296,7 @@ def evaluation_sets(given: Sequence[str], output: Path) -> list[EvaluationSet]:
         parts = {
             f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
         }
-        sets = {set_name(folder): item}  # "." has a name too
+        sets = {get_set_name(folder): item}  # "." has a name too
         if all(map(is_beir_folder, parts.values())):
             sets = parts
         elif item == "cqadupstack":

@@ -19,11 +19,11 @@ from urllib.parse import quote, unquote
 from contaccum.data.records import (
     Fault,
     RecordReport,
-    cells_of,
-    number_of,
+    parse_number,
+    parse_rows,
     quoted,
     read_lines,
-    take,
+    split_cells,
 )
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import trec_order
@@ -218,13 +218,13 @@ def read_trec_run(
     run: Run = {}
 
     def hit(line: str) -> tuple[str, str, float]:
-        cells = cells_of(line, 6, None)
+        cells = split_cells(line, 6, None)
         query = _decode_id(cells[0])
         document = _decode_id(cells[2])
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
-        return query, document, number_of(cells[4])
+        return query, document, parse_number(cells[4])
 
-    for query, document, score in take(path, read_lines(path), hit, report):
+    for query, document, score in parse_rows(path, read_lines(path), hit, report):
         run.setdefault(query, {})[document] = score
     return run

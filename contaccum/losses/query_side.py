@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from contaccum.bank.full_softmax import full_softmax_loss
-from contaccum.data.sampling import LABELS, first_texts, samplings_of, text_ids
+from contaccum.data.sampling import LABELS, first_texts, get_samplings, text_ids
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.errors import ConfigError
@@ -272,7 +272,7 @@ def pair_ids(dataset: Any) -> np.ndarray:
 
 def pairs_of_rows(dataset: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield the query of each row, in order, and the positives that it may have in any epoch."""
-    samplings = samplings_of(dataset)
+    samplings = get_samplings(dataset)
     if samplings:
         for batch in dataset.with_format(None).iter(1000):
             for pair in samplings[0].pairs(batch["query"]):  # a column of row numbers

@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
 
 from contaccum.data import Passage, RecordReport, load_questions, read_passages
-from contaccum.data.beir import beir_file
+from contaccum.data.beir import find_beir_file
 from contaccum.data.sampling import text_ids
 from contaccum.encoders.towers import tower
 from contaccum.errors import DataError, UserError, check_choice
@@ -47,7 +47,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         DataError: the source cannot be used, or an id occurs again.
     """
     if kind == "query" and path.is_dir():
-        path = beir_file(path, "queries.jsonl")
+        path = find_beir_file(path, "queries.jsonl")
     if kind == "query" and path.name.removesuffix(".gz").endswith(".csv"):
         questions = load_questions(path, report.on_bad_record)
         report.restore(vars(questions.report))

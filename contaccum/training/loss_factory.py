@@ -18,7 +18,7 @@ from sentence_transformers.losses import (
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
-from contaccum.data.sampling import LABELS, samplings_of
+from contaccum.data.sampling import LABELS, get_samplings
 from contaccum.encoders.towers import is_tied
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss
@@ -210,7 +210,7 @@ def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
     """Pass the tables of positives of the data sets to every bank of a loss."""
     tables = []
     for dataset in datasets:
-        for sampling in samplings_of(dataset):
+        for sampling in get_samplings(dataset):
             if sampling.known_positives is not None:
                 tables.append(sampling.known_positives)
     if tables:

@@ -18,7 +18,7 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from contaccum.data.labels import decode_row_numbers
-from contaccum.data.sampling import first_texts, samplings_of, text_ids, with_row_numbers
+from contaccum.data.sampling import add_row_numbers, first_texts, get_samplings, text_ids
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import MiningData, load_mining_data, mine_hard_negatives
@@ -49,11 +49,11 @@ class NegativeRefresh:
         self, args: ContAccumTrainingArguments, dataset: Any, data: MiningData | None
     ) -> None:
         _check_columns(dataset)
-        if not samplings_of(dataset):
-            dataset = with_row_numbers(dataset)
+        if not get_samplings(dataset):
+            dataset = add_row_numbers(dataset)
         self.dataset = dataset
-        (self.sampling,) = samplings_of(dataset)
-        self.sampling.gives_numbers = True
+        (self.sampling,) = get_samplings(dataset)
+        self.sampling.has_row_numbers = True
         self.args = args
         self.columns = [name for name in dataset.column_names if name.startswith("negative_")]
         self.data = load_mining_data(self.sampling.pairs()) if data is None else data

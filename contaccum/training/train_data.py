@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from contaccum.data.samplers import RESUMING
+from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts
 from contaccum.files import Fingerprint
 from contaccum.training.arguments import ContAccumTrainingArguments, name_of
@@ -64,7 +64,7 @@ def resumable_order(args: ContAccumTrainingArguments) -> Iterator[None]:
     """Set a batch sampler and a seed whose order depends on seed and epoch alone in a block."""
     batch_sampler = args.batch_sampler
     seed = args.seed
-    args.batch_sampler = RESUMING.get(name_of(batch_sampler), batch_sampler)
+    args.batch_sampler = RESUMABLE_SAMPLERS.get(name_of(batch_sampler), batch_sampler)
     args.seed = args.order_seed
     try:
         yield
@@ -100,7 +100,7 @@ def rows_of_micro_batches(
         updates_before: the number of updates before this one.
         micro_batches: their places in the update, from 0.
     """
-    is_ours = name_of(args.batch_sampler) in RESUMING
+    is_ours = name_of(args.batch_sampler) in RESUMABLE_SAMPLERS
     if batch_sampler is None or not is_ours or callable(args.multi_dataset_batch_sampler):
         return None
     steps = args.gradient_accumulation_steps

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
-from contaccum.data.sampling import samplings_of
+from contaccum.data.sampling import get_samplings
 from contaccum.distributed import world_size
 from contaccum.encoders.adapters import has_adapter
 from contaccum.encoders.loading import loading
@@ -105,7 +105,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if args.refresh_negatives_every is not None:
             self.refresh = NegativeRefresh(args, train_dataset, mining_data)
             train_dataset = self.refresh.dataset  # its rows have their number
-        self.samplings = samplings_of(train_dataset)
+        self.samplings = get_samplings(train_dataset)
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = loss_factory.columns_by_set(dataset)
         loss_factory.take_roles(args, model, columns)

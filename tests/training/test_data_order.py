@@ -15,7 +15,7 @@ from tiny_models import tiny_encoder
 from tiny_runs import SAVES, assert_resumes, pairs, texts_of, trainer_in
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
-from contaccum.data.sampling import samplings_of
+from contaccum.data.sampling import get_samplings
 
 SIZES = {"large": 31, "small": 9, "other": 5}
 
@@ -149,7 +149,7 @@ def test_a_run_on_sampled_rows_of_several_sets_resumes_bit_for_bit_in_its_second
     load = partial(sets, tmp_path, num_hard_negatives=2)
     straight, seen = assert_resumes_with_texts(load, tmp_path, update, **settings)
     assert len(seen) == batches and str(seen[: batches // 2]) != str(seen[batches // 2 :])
-    assert len(samplings_of(straight.train_dataset)) == 3
+    assert len(get_samplings(straight.train_dataset)) == 3
     record = json.loads((tmp_path / "straight" / "run.json").read_text())["data"]
     assert (
         record["rows"] == sum(SIZES.values())
