@@ -24,7 +24,7 @@ from sentence_transformers.sentence_transformer.data_collator import (
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from contaccum.bank.full_softmax import full_softmax_loss
+from contaccum.bank.full_softmax import compute_full_softmax_loss
 from contaccum.data.sampling import LABELS, first_texts, samplings_of, text_ids
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.query_tower import train_query_tower_alone
@@ -144,7 +144,7 @@ class QuerySideLoss(nn.Module):
         positives = documents.take(labels[:, 0])
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
-        return full_softmax_loss(
+        return compute_full_softmax_loss(
             queries, positives, labels[:, 1:], blocks, temperature, is_partitioned
         )
 

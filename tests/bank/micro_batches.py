@@ -35,7 +35,7 @@ def draw_ids(
     return [torch.randint(num_texts, shape, generator=generator) for shape in shapes]
 
 
-def as_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+def make_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors to leaves that take gradients."""
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 

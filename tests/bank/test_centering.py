@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from micro_batches import as_leaves, draw_embeddings
+from micro_batches import make_leaves, draw_embeddings
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -31,7 +31,7 @@ def train(
         gradients_of_update = []
         for n in sizes:
             batch = draw_embeddings(n, h, D, generator)
-            inputs = as_leaves([x + update for x in batch])
+            inputs = make_leaves([x + update for x in batch])
             loss_fn(*inputs).backward()
             gradients_of_update.append(by_tower(inputs))
         loss_fn.end_update()
@@ -100,7 +100,7 @@ def test_updates_of_any_sizes_sum_to_zero_after_begin_update(sizes):
         query_total = torch.zeros(D, dtype=torch.float64)
         passage_total = torch.zeros(D, dtype=torch.float64)
         for n in sizes_of_update:
-            inputs = as_leaves(draw_embeddings(n, 1, D, generator))
+            inputs = make_leaves(draw_embeddings(n, 1, D, generator))
             loss_fn(*inputs).backward()
             query_gradients, passage_gradients = by_tower(inputs)
             query_total += query_gradients.sum(0)
@@ -164,7 +164,7 @@ def test_the_other_micro_batches_sum_to_zero_if_one_is_not_finite(bad_step):
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(2, D, dtype=torch.float64)
     for step in range(K):
-        inputs = as_leaves(draw_embeddings(N, 0, D, generator))
+        inputs = make_leaves(draw_embeddings(N, 0, D, generator))
         if step == bad_step:
             inputs[0].data[0] = torch.inf
         loss = loss_fn(*inputs)
@@ -187,12 +187,12 @@ def test_a_forward_in_eval_mode_changes_no_training_update():
         generator = torch.Generator().manual_seed(0)
         gradients = []
         for step in range(3):
-            inputs = as_leaves(draw_embeddings(N, 0, D, generator))
+            inputs = make_leaves(draw_embeddings(N, 0, D, generator))
             loss_fn(*inputs).backward()
             gradients.extend(x.grad for x in inputs)
             if evaluates and step == 1:
                 loss_fn.eval()
-                loss_fn(*as_leaves(inputs)).backward()
+                loss_fn(*make_leaves(inputs)).backward()
                 loss_fn.train()
         return torch.cat(gradients)
 
@@ -201,10 +201,10 @@ def test_a_forward_in_eval_mode_changes_no_training_update():
 
 def test_gradients_in_eval_mode_are_those_of_plain_info_nce():
     batch = draw_embeddings(N, 0, D)
-    inputs = as_leaves(batch)
+    inputs = make_leaves(batch)
     loss_fn = BankedInfoNCE(0, center_gradients="both").eval()
     loss_fn(*inputs).backward()
-    queries, passages = as_leaves(batch)
+    queries, passages = make_leaves(batch)
     cross_entropy(queries @ passages.T, torch.arange(N)).backward()
     assert torch.allclose(inputs[0].grad, queries.grad, atol=1e-14)
     assert torch.allclose(inputs[1].grad, passages.grad, atol=1e-14)

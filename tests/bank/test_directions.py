@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dense_reference import relative_errors
-from micro_batches import as_leaves, draw_embeddings
+from micro_batches import make_leaves, draw_embeddings
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
@@ -74,8 +74,8 @@ def test_a_micro_batch_against_an_empty_bank_has_the_published_loss(
     probe = draw_embeddings(4)
     loss_fn.observe_probe(probe[0], probe[1])
     loss_fn.observe_probe(probe[0] + 0.7, probe[1] - 0.4)
-    ours = as_leaves(batch)
-    theirs = as_leaves(batch)
+    ours = make_leaves(batch)
+    theirs = make_leaves(batch)
     loss = loss_fn(*ours)
     expected = published_loss(settings, theirs, scale, function)
     loss.backward()
@@ -106,8 +106,8 @@ def test_a_bank_that_weighs_nothing_in_query_to_doc_changes_nothing_in_the_loss(
     batch[0][:, separating] = 1.0
     for documents in batch[1:]:
         documents[..., separating] = 0.0
-    ours = as_leaves(batch)
-    theirs = as_leaves(batch)
+    ours = make_leaves(batch)
+    theirs = make_leaves(batch)
     loss = loss_fn(*ours)
     expected = published_loss(settings, theirs, 1.0, dot_score)
     loss.backward()

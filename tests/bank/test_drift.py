@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves
+from micro_batches import make_leaves
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -44,10 +44,10 @@ def test_a_translation_of_the_passages_leaves_the_gradient_that_of_the_full_batc
             shift = shift + 3 * randn(D, seed=10 + encoder)
         loss_fn.observe_probe(probe_queries, probe_passages + shift)
         part = slice(encoder * n, encoder * n + n)
-        local = as_leaves([queries[part], passages[part] + shift])
+        local = make_leaves([queries[part], passages[part] + shift])
         loss = loss_fn(*local)
     loss.backward()
-    full_batch = as_leaves([queries, passages + shift])
+    full_batch = make_leaves([queries, passages + shift])
     logits = full_batch[0] @ full_batch[1].T / 0.5
     (cross_entropy(logits, torch.arange(n * num_encoders), reduction="sum") / n).backward()
     for x, full_x in zip(local, full_batch, strict=True):
@@ -69,8 +69,8 @@ def test_a_banked_query_pushes_from_its_present_position(bank_size, n):
             reference.observe_probe(probe + position, probe)
             position = position + 0.3 * randn(D, seed=step)
         batch = [randn(n, D, seed=1000 + 2 * step), randn(n, D, seed=1001 + 2 * step)]
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = loss_fn(*ours)
         expected = reference.micro_step(dense)
         loss.backward()
@@ -84,7 +84,7 @@ def test_a_running_mean_of_single_embeddings_does_not_jump_to_each_of_them():
     mean = RunningMean(D, dtype=torch.float64)
     texts = randn(256, D, seed=0)
     for text in texts:
-        mean.set(mean.after(text[None]), torch.tensor(True))
+        mean.store(mean.compute_next_state(text[None]), torch.tensor(True))
     assert (mean.mean - texts.mean(0)).norm() < 0.3
     assert mean.variance.item() == pytest.approx(D, rel=0.15)
 
@@ -104,7 +104,7 @@ def test_a_probe_separates_the_shift_from_the_residual():
         shift = probe.observe(queries, present, update, 64 * update)
         assert shift[0].abs().max() < 1e-12
         assert (shift[1] - expected_shift).abs().max() < 1e-12
-    record = probe.record(oldest=2)
+    record = probe.measure_drift(bank_age=2)
     spread = spread_of(present)
     assert record["drift_age"] == 2
     assert record["drift_cosine_query"] == pytest.approx(1.0)
@@ -149,13 +149,13 @@ def test_the_age_limit_is_the_age_at_which_the_residual_passes_the_bound():
         present = passages + i * movement + i
         probe.observe(present, present, i, 100 * i)
     residual_per_pair = float(spread_of(movement) / spread_of(present) / 100)
-    residuals = probe.residuals()
+    residuals = probe.compute_residuals()
     ages = torch.arange(2000, 0, -100)
     assert torch.allclose(residuals[:, 0], residual_per_pair * ages.double())
     for age in (30.0, 777.0, 1990.0):
-        limit = probe.age_limit(residuals[:, 1], bound=residual_per_pair * age)
+        limit = probe.compute_age_limit(residuals[:, 1], bound=residual_per_pair * age)
         assert limit == pytest.approx(age)
-    assert probe.age_limit(residuals[:, 1], bound=residual_per_pair * 2001) == float("inf")
+    assert probe.compute_age_limit(residuals[:, 1], bound=residual_per_pair * 2001) == float("inf")
 
 
 def test_auto_retires_entries_that_drifted_too_far_and_fills_again_when_the_encoder_settles():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_reference import DenseReference, relative_errors
-from micro_batches import as_leaves, call_loss, draw_embeddings, draw_ids
+from micro_batches import make_leaves, call_loss, draw_embeddings, draw_ids
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.false_negatives import PositivesTable, is_same_text
+from contaccum.bank.false_negatives import PositivesTable, find_duplicates
 from contaccum.bank.logits import NO_ID, NO_ID_OF_ROW, Pairs
 
 ALL_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -118,8 +118,8 @@ def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
         batch = [x + 0.02 * step for x in texts]
         guide = draw_texts(n, h, 5, generator) if has_guide else []
         ids = draw_ids(batch, 60, generator)
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = call_loss(loss_fn, ours, ids, guide)
         expected = reference.micro_step(dense, ids, guide)
         loss.backward()
@@ -151,8 +151,8 @@ def test_without_a_bank_the_rules_hold_within_the_micro_batch():
         batch = draw_texts(9, h, 8, generator)
         guide = draw_texts(9, h, 5, generator)
         ids = draw_ids(batch, 20, generator)
-        ours = as_leaves(batch)
-        dense = as_leaves(batch)
+        ours = make_leaves(batch)
+        dense = make_leaves(batch)
         loss = call_loss(loss_fn, ours, ids, guide)
         expected = reference.micro_step(dense, ids, guide)
         loss.backward()
@@ -167,7 +167,7 @@ def test_a_row_whose_columns_are_all_masked_has_no_loss_and_no_gradient():
     passages = -queries + 0.5  # every other passage scores above the row's positive
     loss_fn = BankedInfoNCE(bank_size=8, false_negative_margin=0.0, drift_compensation="none")
     for _ in range(4):
-        inputs = as_leaves([queries, passages])
+        inputs = make_leaves([queries, passages])
         loss = loss_fn(*inputs, query_ids=torch.arange(4))
         loss.backward()
         assert loss.item() == 0.0
@@ -228,8 +228,8 @@ def test_rules_by_ids_equal_a_loop_with_any_int64_that_is_not_reserved_and_missi
         table = PositivesTable(listed_queries, listed_documents)
         listed_pairs = set(zip(listed_queries.tolist(), listed_documents.tolist(), strict=True))
         logits = torch.zeros(6, 9, 2)
-        is_same = is_same_text(rows, columns, logits)
-        is_listed = table.is_listed(rows, columns, logits)
+        is_same = find_duplicates(rows, columns, logits)
+        is_listed = table.find_listed(rows, columns, logits)
         for row in range(6):
             for column in range(9):
                 for k in range(2):
@@ -265,7 +265,7 @@ def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
     rows = make_pairs(ids, torch.full((2, num_rows, 1), NO_ID))
     columns = make_pairs(torch.full((2, num_columns), NO_ID), column_ids)
     logits = torch.zeros(num_rows, num_columns, 1)
-    is_listed = table.is_listed(rows, columns, logits)
+    is_listed = table.find_listed(rows, columns, logits)
     for row in range(num_rows):
         for column in range(num_columns):
             pair = (int(ids[0, row]), int(column_ids[0, column, 0]))
@@ -275,5 +275,5 @@ def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
     swapped_rows = make_pairs(column_ids[:, :, 0], torch.full((2, num_columns, 1), NO_ID))
     swapped_columns = make_pairs(torch.full((2, num_rows), NO_ID), ids[:, :, None])
     swapped_logits = torch.zeros(num_columns, num_rows, 1)
-    is_listed_swapped = table.swapped().is_listed(swapped_rows, swapped_columns, swapped_logits)
+    is_listed_swapped = table.swap().find_listed(swapped_rows, swapped_columns, swapped_logits)
     assert torch.equal(is_listed_swapped[:, :, 0], is_listed[:, :, 0].T)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, full_softmax_loss
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 
 
 def dense_loss(
@@ -52,7 +52,7 @@ def test_loss_and_gradient_equal_the_dense_softmax_to_1e_12(block_size):
 
     queries.requires_grad_()
     blocks = make_blocks(documents, block_size)
-    loss = full_softmax_loss(queries, documents[positive_rows], padded, blocks, 0.05)
+    loss = compute_full_softmax_loss(queries, documents[positive_rows], padded, blocks, 0.05)
     (3 * loss).backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12, rel=1e-12)
     assert torch.allclose(queries.grad, 3 * dense_queries.grad, atol=1e-12, rtol=1e-12)
@@ -73,7 +73,7 @@ def test_scales_stand_for_documents_times_these():
         ],
     ):
         rows = queries.clone().requires_grad_()
-        loss = full_softmax_loss(rows, scaled[positive_rows], padded, blocks, 0.5)
+        loss = compute_full_softmax_loss(rows, scaled[positive_rows], padded, blocks, 0.5)
         loss.backward()
         losses.append(loss.item())
         gradients.append(rows.grad)
@@ -85,5 +85,5 @@ def test_a_block_of_which_a_query_may_see_nothing_changes_nothing():
     documents = torch.eye(3, dtype=torch.float64)
     queries = torch.ones(1, 3, dtype=torch.float64)
     excluded = torch.tensor([[0, 1]])
-    loss = full_softmax_loss(queries, documents[2:], excluded, make_blocks(documents, 1), 1.0)
+    loss = compute_full_softmax_loss(queries, documents[2:], excluded, make_blocks(documents, 1), 1.0)
     assert loss.item() == pytest.approx(0.0, abs=1e-12)  # its positive is its only document

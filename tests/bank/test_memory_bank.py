@@ -119,14 +119,14 @@ def test_room_for_more_hard_negatives_changes_nothing_that_is_stored():
     queries, passages, negatives = draw_embeddings(2, h=2, d=3)
     bank.enqueue(queries, passages)
     log_sums = bank.log_sums[:2].clone()
-    bank.fit(3, hard_negatives=2)
+    bank.ensure_shape(3, hard_negatives=2)
     assert torch.equal(bank.log_sums[:2], log_sums)
     assert torch.equal(bank.passages[:2], passages)
     assert bank.negatives.shape == (4, 2, 3)
     bank.enqueue(queries, passages, negatives)
     assert torch.equal(bank.negatives[2:], negatives)
     with pytest.raises(ValueError, match="size 5 do not fit a bank of size 3"):
-        bank.fit(5, hard_negatives=2)
+        bank.ensure_shape(5, hard_negatives=2)
 
 
 def test_pairs_that_would_fill_up_a_retired_block_are_not_stored():

@@ -217,7 +217,7 @@ def test_the_state_does_not_grow_with_the_number_of_updates(bank_size):
     lengths = []
     for _ in range(3):
         train(model, loss_fn, step)
-        lengths.append(len(loss_fn.clock.state()))
+        lengths.append(len(loss_fn.clock.get_state()))
     assert lengths[0] == lengths[1] == lengths[2]
 
 
@@ -243,7 +243,7 @@ def test_if_no_step_is_noticed_a_warning_says_so_and_entries_count_as_aged(caplo
             for parameter in model.parameters():
                 parameter.data -= 1e-2 * parameter.grad
     assert len(caplog.records) == 1
-    assert "no update was seen in 4,096 pairs" in caplog.text
+    assert "no optimizer step was detected in 4,096 pairs" in caplog.text
     assert "end_update()" in caplog.text
     passages = model(torch.randn(128, 6)).detach().requires_grad_()
     loss_fn(model(torch.randn(128, 6)), passages).backward()
