@@ -43,12 +43,12 @@ class BankedModule(nn.Module):
 
     @property
     def bank_age(self) -> int:
-        """The number of updates since the oldest pair in use was encoded."""
+        """The number of updates since the oldest entry in use was encoded."""
         return len(self.clock.update_ends)
 
     @property
     def _num_aged(self) -> int:
-        """The number of aged pairs in use: pairs encoded by an older encoder than the current one."""
+        """The number of aged entries in use; an entry is aged if an older encoder encoded it."""
         if self.bank is None:
             return 0
         return max(self.clock.update_start - self.bank.oldest_in_use, 0)

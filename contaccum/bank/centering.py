@@ -56,7 +56,7 @@ class GradientCentering:
         """Start an update with as many pairs as the last one."""
         self.start_update(self.num_pairs)
 
-    def __call__(self, gradients: Sequence[Tensor], has_aged_pairs: bool) -> list[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor], has_aged_entries: bool) -> list[Tensor]:
         """Centre the gradients of a micro-batch.
 
         An update of a single row is not centred, because its gradient would become zero. The
@@ -65,7 +65,7 @@ class GradientCentering:
 
         Args:
             gradients: of queries (n, d) and of documents (n, 1 + h, d).
-            has_aged_pairs: True if the bank uses pairs of an older encoder; ``"auto"`` centres
+            has_aged_entries: True if the bank uses pairs of an older encoder; ``"auto"`` centres
                 the passages then.
         """
         n = len(gradients[QUERIES])
@@ -74,7 +74,7 @@ class GradientCentering:
             self._num_remaining_pairs = max(self._num_remaining_pairs, n)
         fraction = n / self._num_remaining_pairs
         centred = list(gradients)
-        for tower in self._get_centred_towers(has_aged_pairs):
+        for tower in self._get_centred_towers(has_aged_entries):
             rows = gradients[tower].flatten(0, -2)
             is_only_row = len(rows) == self._num_remaining_pairs == 1
             if is_only_row and tower not in self._remainders:
@@ -89,9 +89,9 @@ class GradientCentering:
         self._num_remaining_pairs -= n
         return centred
 
-    def _get_centred_towers(self, has_aged_pairs: bool) -> tuple[int, ...]:
+    def _get_centred_towers(self, has_aged_entries: bool) -> tuple[int, ...]:
         if self.setting != "auto":
             return _TOWERS_OF_SETTING[self.setting]
-        if has_aged_pairs:
+        if has_aged_entries:
             return (PASSAGES,)
         return ()

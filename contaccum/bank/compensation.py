@@ -6,7 +6,7 @@
 - Queries keep the logits with which they were stored. Their push on local documents, which is the
   gradient of those documents, is computed as if the queries had moved along with the mean of the
   query tower (`compute_query_drift`).
-- With ``"auto"``, pairs older than `age_limit` retire.
+- With ``"auto"``, entries older than `age_limit` retire.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class DriftCompensation(nn.Module):
         probe: `DriftProbe`; None before the first call of `observe`.
         expects_probe: True if `observe` will be called soon; until then the means stay as they
             are. It is not part of the state.
-        age_limit: maximum number of pairs in use, in whole blocks. Pairs of the current update
-            never retire.
+        age_limit: maximum number of entries in use, in whole blocks. Entries of the current
+            update never retire.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -61,7 +61,7 @@ class DriftCompensation(nn.Module):
 
     @property
     def follows_micro_batches(self) -> bool:
-        """True if the means are estimated from the micro-batches, because no probe measures them."""
+        """True if micro-batches estimate the means, because no probe measures them."""
         return self.probe is None and not self.expects_probe
 
     def compute_means(self, queries: Tensor, passages: Tensor, is_training: bool) -> TowerMeans:
@@ -144,7 +144,7 @@ class DriftCompensation(nn.Module):
             self.age_limit = int(over_ranks("MIN", age_limit_on_device))
         if not is_first:
             # A first probe may come within an update, before the encoder has moved.
-            clock.age_all_pairs()
+            clock.age_entries()
 
     def make_probe_like(self, embeddings: Tensor) -> None:
         """Make the probe for a state with the ``embeddings`` (probes, 2, S, d)."""

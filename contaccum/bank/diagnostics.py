@@ -88,7 +88,8 @@ def measure_softmax_masses(
     Args:
         local: the micro-batch.
         local_losses: (n,), losses of the local rows.
-        num_aged: number of pairs in use that an older encoder encoded; they are the oldest.
+        num_aged: number of aged entries in use, which an older encoder encoded; they are the
+            oldest.
 
     Returns:
         A dict with ``in_batch_mass`` and ``bank_mass`` (softmax mass of the passages of the

@@ -7,9 +7,9 @@ relative to the mean of their tower,
 
     stored_j = d_j - mean at the time of storing,    used_j = stored_j + current mean,
 
-and it retires pairs whose residual has become too large. Without compensation an encoder can lower
-the loss by moving every new embedding away from every old one, because "new or old" is easier to
-learn than "relevant or not".
+and it retires entries whose residual has become too large. Without compensation an encoder can
+lower the loss by moving every new embedding away from every old one, because "new or old" is easier
+to learn than "relevant or not".
 
 `RunningMean` estimates a tower's mean from the micro-batches. `DriftProbe` measures mean shift and
 residual on a few fixed texts, which is far more exact. docs/drift.md has the reasons and the
@@ -31,13 +31,13 @@ HORIZON = 128.0
 """Number of pairs after which the weight of an embedding in a running mean has fallen to 1/e."""
 
 RESIDUAL_BOUND = 0.08
-"""Largest residual of a pair in use, in units of the spread of its tower's embeddings.
+"""Largest residual of an entry in use, in units of the spread of its tower's embeddings.
 
 The spread is the root mean squared distance of the probe's texts from their mean.
 """
 
 PROBES = 32
-"""Number of probes stored over the lifetime of a bank's pairs; a larger bank spaces them wider."""
+"""Number of probes stored over the lifetime of an entry; they are wider apart in a larger bank."""
 
 
 class MeanState(NamedTuple):
@@ -114,11 +114,11 @@ class DriftProbe(nn.Module):
 
     The shift between the means of two probes is the mean shift of the tower. It is far more exact
     than the shift between the means of different texts. The stored probes reach back over the
-    lifetime of a bank's pairs, so the residual can be measured for pairs of any age.
+    lifetime of an entry, so the residual can be measured for entries of any age.
 
     Args:
         shape: (S, d).
-        bank_size: number of pairs after which a pair in the bank is overwritten.
+        bank_size: lifetime of an entry: number of pairs after which it is overwritten.
         dtype: dtype of the stored embeddings.
         device: device of the stored embeddings.
 
@@ -206,7 +206,7 @@ class DriftProbe(nn.Module):
         return math.inf
 
     def measure_drift(self, bank_age: int) -> dict[str, float]:
-        """Measure the drift over ``bank_age`` updates, the age of the bank's oldest pair in use.
+        """Measure the drift over ``bank_age`` updates, the age of the oldest entry in use.
 
         It reads values from the device.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from contaccum.bank.logits import GuideEmbeddings
@@ -13,8 +12,8 @@ class GuideRing(nn.Module):
 
     Args:
         num_queries: number of slots for queries; 0 without a query bank.
-        num_slots: number of slots m for documents.
-        num_documents: documents 1 + h per pair.
+        bank_documents: (m, 1 + h, d), the bank's documents; the ring has the same slots, dtype and
+            device.
         guide_dim: embedding size g of the guide.
     """
 
@@ -22,23 +21,15 @@ class GuideRing(nn.Module):
     documents: Tensor  # (m, 1 + h, g)
     ceilings: Tensor  # (m,), or (0,)
 
-    def __init__(
-        self,
-        num_queries: int,
-        num_slots: int,
-        num_documents: int,
-        guide_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, num_queries: int, bank_documents: Tensor, guide_dim: int) -> None:
         super().__init__()
-        shapes = {
-            "queries": (num_queries, guide_dim),
-            "documents": (num_slots, num_documents, guide_dim),
-            "ceilings": (num_queries,),
-        }
-        for name, shape in shapes.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
+        num_slots, num_documents, _ = bank_documents.shape
+        queries = bank_documents.new_zeros(num_queries, guide_dim)
+        documents = bank_documents.new_zeros(num_slots, num_documents, guide_dim)
+        ceilings = bank_documents.new_zeros(num_queries)
+        self.register_buffer("queries", queries)
+        self.register_buffer("documents", documents)
+        self.register_buffer("ceilings", ceilings)
 
     def get_embeddings(self, num_slots: int) -> GuideEmbeddings:
         """Return the embeddings of the first ``num_slots`` slots, as views."""

@@ -9,6 +9,9 @@ The score matrix of a micro-step has four blocks:
     local queries    in_batch           against_bank
     banked queries   from_bank          no gradient: MemoryBank.log_sums, one number per row
 
+A pair in the bank is called an entry. An entry is aged if it is from before the current update, so
+that an older encoder encoded it.
+
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m bank rows, d the
 embedding size. The documents of a pair are its positive passage, then its hard negatives.
 """
@@ -97,8 +100,8 @@ class BankedInfoNCE(BankedModule):
             the number of ranks, because DDP and FSDP average them.
         center_gradients: towers whose mean gradient is subtracted, so that no update moves them as
             a whole: ``"both"``, ``"passages"``, ``"queries"`` or ``"none"``. ``"auto"`` centres
-            passages while ``drift_compensation`` is ``"auto"`` and aged entries are in use, which
-            are entries from before the current update. See `contaccum.bank.centering`.
+            passages while ``drift_compensation`` is ``"auto"`` and aged entries are in use. See
+            `contaccum.bank.centering`.
         pairs_per_update: number of pairs between two optimizer steps, over all ranks that share the
             bank, for centring over the update. None centres each micro-batch by itself. See
             `begin_update`.
@@ -257,7 +260,7 @@ class BankedInfoNCE(BankedModule):
     # The stages of a micro-step, in the order of `forward`
 
     def _normalize(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Join queries (n, d) and documents (n, 1 + h, d); cosine similarity scales them to length 1."""
+        """Make queries (n, d) and documents (n, 1 + h, d), L2-normalised with cosine similarity."""
         if self.settings.similarity == "cos":
             embeddings = [normalize(x, dim=-1) for x in embeddings]
         return embeddings[0], join_documents(embeddings)
@@ -405,11 +408,11 @@ class BankedInfoNCE(BankedModule):
         if not self._has_warned_of_no_update:
             logger.warning(
                 f"no optimizer step was detected in {clock.num_pairs:,} pairs: all bank entries "
-                "are treated as those of an older encoder. Call end_update() of the BankedInfoNCE "
+                "now count as encoded by an older encoder. Call end_update() of the BankedInfoNCE "
                 "after each optimizer step"
             )
         self._has_warned_of_no_update = True
-        clock.age_all_pairs()
+        clock.age_entries()
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:

@@ -21,7 +21,7 @@ NO_ID = torch.iinfo(torch.int64).min
 """Id of a text that came without one. It equals no other id, not even another `NO_ID`."""
 
 NO_ID_OF_ROW = NO_ID + 1
-"""Value that replaces `NO_ID` in the ids of rows, so that it never equals the `NO_ID` of columns."""
+"""Value that replaces `NO_ID` in the ids of rows, because columns have `NO_ID` as well."""
 
 IDS_PER_TEXT = 2
 """Number of ids per text: for example an id from the data set and a hash of the tokens.

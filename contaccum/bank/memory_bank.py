@@ -161,7 +161,7 @@ class MemoryBank(nn.Module):
 
     @property
     def pairs(self) -> Pairs:
-        """The pairs of all slots that have ever held one, as views; pairs not in use are invalid."""
+        """The pairs of all slots that were ever used, as views; pairs not in use are not valid."""
         num_slots = self.num_used_slots
         guide = None
         if self.guide is not None:
@@ -226,8 +226,7 @@ class MemoryBank(nn.Module):
             )
         self.guide = None
         if guide_dim > 0:
-            shape = (len(self.queries), *self.documents.shape[:2], guide_dim)
-            self.guide = GuideRing(*shape, self.documents.dtype, self.documents.device)
+            self.guide = GuideRing(len(self.queries), self.documents, guide_dim)
 
     @torch.no_grad()
     def enqueue(

@@ -1,4 +1,4 @@
-"""The micro-batch of a loss: checked, gathered over ranks, detached, and cast to float32 or more."""
+"""The micro-batch of a loss: checked, gathered over ranks, detached, in float32 or float64."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 """Similarity directions of the loss: rows_to_columns, as in MultipleNegativesRankingLoss."""
 
 MODES_THAT_MOVE_ENTRIES = ("auto", "mean")
-"""Values of ``drift_compensation`` that move banked pairs with the mean of their tower."""
+"""Values of ``drift_compensation`` that move bank entries with the mean of their tower."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ class LossSettings(LossOptions):
 
     @property
     def moves_entries(self) -> bool:
-        """True if banked pairs move along with the mean of their tower."""
+        """True if bank entries move along with the mean of their tower."""
         return self.drift_compensation in MODES_THAT_MOVE_ENTRIES
 
 

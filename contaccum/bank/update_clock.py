@@ -27,7 +27,7 @@ class UpdateClock:
         num_pairs: number of pairs of all training micro-steps.
         num_updates: number of updates that have ended.
         update_start: number of the first pair of the current update, counted from the start of
-            training. Earlier pairs are aged: an older encoder encoded them.
+            training. Entries of earlier pairs are aged: an older encoder encoded them.
         update_ends: for each past update, the number of pairs at its end, oldest first.
     """
 
@@ -84,8 +84,8 @@ class UpdateClock:
             self.update_ends.append(self.num_pairs)
         self.update_start = self.num_pairs
 
-    def age_all_pairs(self) -> None:
-        """Treat all pairs so far as aged, without ending the update."""
+    def age_entries(self) -> None:
+        """Treat all entries so far as aged, without ending the update."""
         self.update_start = self.num_pairs
 
     def drop_ends_before(self, first_pair: int) -> None:

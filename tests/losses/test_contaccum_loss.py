@@ -22,7 +22,7 @@ from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError
 from contaccum.losses import bank_states, banked_text_loss, probe
 from contaccum.losses.probe import PAIRS_PER_PROBE, PROBE_TEXTS, TextProbe
-from contaccum.losses.text_ids import content_ids, first_rows
+from contaccum.losses.text_ids import content_ids, copy_first_texts
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_inside_another_loss_updates_are_counted_and_what_is_off_is_said_once(
     assert bool((loss_fn.info_nce.bank.document_ids != NO_ID).any()) == with_ids
     said = [record.message.split(",")[0] for record in caplog.records]
     assert said == ([] if with_ids else ["duplicates are not masked"]) + [
-        "no entry of the bank retires for its age"
+        "old bank entries are not retired"
     ]
 
 
@@ -283,7 +283,7 @@ def test_ranks_that_share_a_bank_encode_the_same_probe_in_shares(model, monkeypa
         [model.preprocess(sentences(n, 10 * n + i, 4 + n)) for i in range(2)] for n in (5, 3, 1)
     ]
     monkeypatch.setattr(probe, "world_size", lambda: 3)
-    gathered = iter([[first_rows(features[i], 3) for features in given] for i in range(2)])
+    gathered = iter([[copy_first_texts(features[i], 3) for features in given] for i in range(2)])
     monkeypatch.setattr(probe, "gather_states", lambda own, device: next(gathered))
     texts = TextProbe(shared=True)
     assert texts.collect(given[1]) and not texts.is_complete

@@ -142,7 +142,8 @@ def test_scores_beside_ids_leave_masks_as_they_are_and_scores_that_nobody_asked_
     for _ in range(3):  # it is said once
         loss_fn([dict(x) for x in batch], labels["both"])
     assert [record.message for record in caplog.records] == [
-        "ContAccumLoss does not use the label or score column of the data"
+        "ContAccumLoss does not use the label or score column of the data: to learn from teacher "
+        "scores, set distill; otherwise remove the column"
     ]
 
 

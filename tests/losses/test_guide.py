@@ -125,7 +125,7 @@ def test_what_a_guide_cannot_read_is_refused(model, guide, tiny_tokenizer):
     loss_fn = ContAccumLoss(model, 8, guide=guide)
     columns = batch(model, range(2), 2)
     embeddings = [model(dict(column))["sentence_embedding"] for column in columns]
-    with pytest.raises(ConfigError, match="the texts are not known here"):
+    with pytest.raises(ConfigError, match="gets no texts for the guide"):
         loss_fn.compute_loss_from_embeddings(embeddings)
     loss_fn.compute_loss_from_embeddings(embeddings, guide=loss_fn.guide.embed(columns))
     assert loss_fn.info_nce.bank.guide.documents.shape == (8, 1, 16)

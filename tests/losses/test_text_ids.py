@@ -8,7 +8,7 @@ from sample_texts import sentences
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from contaccum.losses.text_ids import content_ids, first_rows, rows_in
+from contaccum.losses.text_ids import content_ids, copy_first_texts, count_texts
 
 TEXTS = [*sentences(7, 1, 3), *sentences(3, 2, 9), "cat", "cat dog", "dog cat"]
 
@@ -65,8 +65,8 @@ def test_ids_of_a_hundred_thousand_short_texts_are_distinct_and_cut_texts_are_eq
 @pytest.mark.parametrize("rows", [4, len(TEXTS), 50])
 def test_the_first_texts_of_any_layout_keep_their_ids(tiny_tokenizer, rows):
     for name, features in layouts(tiny_tokenizer, TEXTS).items():
-        found = first_rows({**features, "task": "query"}, rows)
-        assert rows_in(features) == len(TEXTS)
+        found = copy_first_texts({**features, "task": "query"}, rows)
+        assert count_texts(features) == len(TEXTS)
         if name == "flattened by places" and rows < len(TEXTS):
             assert found is None  # nothing says where else its tensors end
         else:
@@ -103,12 +103,12 @@ def test_pictures_behind_equal_tokens_are_told_apart(kind, dtype):
         found = images(kind, given)
         ids = content_ids(found)
         assert ids[0] == ids[4] and len({*ids.tolist()}) == 5
-        assert torch.equal(content_ids(first_rows(found, 4)), ids[:4])
+        assert torch.equal(content_ids(copy_first_texts(found, 4)), ids[:4])
         assert (
             content_ids({key: x for key, x in found.items() if not key.startswith("num_")}) is None
         )
         assert (
-            first_rows({key: x for key, x in found.items() if not key.startswith("num_")}, 4)
+            copy_first_texts({key: x for key, x in found.items() if not key.startswith("num_")}, 4)
             is None
         )
 
