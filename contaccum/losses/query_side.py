@@ -160,7 +160,7 @@ class QuerySideLoss(nn.Module):
 
     @property
     def _is_timed(self) -> bool:
-        """True in the second micro-step; the first one also allocates memory and reads the store."""
+        """True in the second micro-step; the first one also allocates and reads the store."""
         return self._num_micro_steps == 1 and torch.is_grad_enabled()
 
     def _log_cost(self, num_queries: int, forward_seconds: float, loss_seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from micro_batches import make_leaves, draw_embeddings
+from micro_batches import draw_embeddings, make_leaves
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

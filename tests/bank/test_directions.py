@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dense_reference import relative_errors
-from micro_batches import make_leaves, draw_embeddings
+from micro_batches import draw_embeddings, make_leaves
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_reference import DenseReference, relative_errors
-from micro_batches import make_leaves, call_loss, draw_embeddings, draw_ids
+from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from torch import Tensor
 
 from contaccum import BankedInfoNCE

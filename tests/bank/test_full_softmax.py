@@ -85,5 +85,7 @@ def test_a_block_of_which_a_query_may_see_nothing_changes_nothing():
     documents = torch.eye(3, dtype=torch.float64)
     queries = torch.ones(1, 3, dtype=torch.float64)
     excluded = torch.tensor([[0, 1]])
-    loss = compute_full_softmax_loss(queries, documents[2:], excluded, make_blocks(documents, 1), 1.0)
+    loss = compute_full_softmax_loss(
+        queries, documents[2:], excluded, make_blocks(documents, 1), 1.0
+    )
     assert loss.item() == pytest.approx(0.0, abs=1e-12)  # its positive is its only document

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_reference import DenseReference, relative_errors
-from micro_batches import make_leaves, call_loss, draw_embeddings, draw_ids
+from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
