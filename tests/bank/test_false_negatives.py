@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense_reference import DenseReference, relative_errors
+from dense_reference import DenseReference, compute_relative_errors
 from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from torch import Tensor
 
@@ -98,7 +98,7 @@ RULES = [
 def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
     settings, has_guide, bank_size
 ):
-    """Passages lie near their queries; more than a hundredth of the columns is left out."""
+    """Passages lie near their queries, so that more than one column in a hundred is excluded."""
     generator = torch.Generator().manual_seed(bank_size)
     loss_fn = BankedInfoNCE(bank_size, **settings)
     reference = DenseReference(bank_size, **settings)
@@ -124,7 +124,7 @@ def test_every_micro_step_equals_the_dense_loss_with_false_negatives(
         expected = reference.micro_step(dense, ids, guide)
         loss.backward()
         expected.backward()
-        largest_error = max(largest_error, *relative_errors(loss, ours, expected, dense))
+        largest_error = max(largest_error, *compute_relative_errors(loss, ours, expected, dense))
         masked_share = loss_fn.last["masked"].item()
         assert masked_share == pytest.approx(reference.masked_share, abs=1e-6)
         masked_shares.append(masked_share)
@@ -157,7 +157,7 @@ def test_without_a_bank_the_rules_hold_within_the_micro_batch():
         expected = reference.micro_step(dense, ids, guide)
         loss.backward()
         expected.backward()
-        assert max(relative_errors(loss, ours, expected, dense)) <= 1e-12
+        assert max(compute_relative_errors(loss, ours, expected, dense)) <= 1e-12
         assert loss_fn.last["masked"].item() == pytest.approx(reference.masked_share, abs=1e-6)
         assert reference.masked_share > 0.01
 
@@ -175,7 +175,7 @@ def test_a_row_whose_columns_are_all_masked_has_no_loss_and_no_gradient():
     assert loss_fn.last["masked"] == 1.0
 
 
-def test_a_guide_of_other_texts_or_of_another_size_is_refused():
+def test_guide_embeddings_of_other_texts_or_another_size_are_refused():
     queries, passages = draw_embeddings(3)
     guide = draw_embeddings(3, d=5)
     loss_fn = BankedInfoNCE(4)
@@ -211,14 +211,14 @@ def make_pairs(query_ids: Tensor, document_ids: Tensor) -> Pairs:
     )
 
 
-def test_rules_by_ids_equal_a_loop_with_any_int64_that_is_not_reserved_and_missing_ids():
+def test_rules_by_ids_equal_a_loop_over_all_pairs():
     generator = torch.Generator().manual_seed(1)
     values = torch.tensor([NO_ID, NO_ID_OF_ROW + 1, -1, 0, 1, 2**62, 2**63 - 1])
 
     def draw(*shape: int) -> Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    num_same = 0
+    num_duplicates = 0
     num_listed = 0
     for _ in range(15):
         rows = make_pairs(draw(2, 6), draw(2, 6, 2))
@@ -228,32 +228,32 @@ def test_rules_by_ids_equal_a_loop_with_any_int64_that_is_not_reserved_and_missi
         table = PositivesTable(listed_queries, listed_documents)
         listed_pairs = set(zip(listed_queries.tolist(), listed_documents.tolist(), strict=True))
         logits = torch.zeros(6, 9, 2)
-        is_same = find_duplicates(rows, columns, logits)
+        is_duplicate = find_duplicates(rows, columns, logits)
         is_listed = table.find_listed(rows, columns, logits)
         for row in range(6):
             for column in range(9):
                 for k in range(2):
                     expected = False
-                    for kind in range(2):
-                        positive_id = int(rows.document_ids[kind, row, 0])
-                        query_id = int(rows.query_ids[kind, row])
-                        if positive_id == columns.document_ids[kind, column, k] != NO_ID:
+                    for id_index in range(2):
+                        positive_id = int(rows.document_ids[id_index, row, 0])
+                        query_id = int(rows.query_ids[id_index, row])
+                        if positive_id == columns.document_ids[id_index, column, k] != NO_ID:
                             expected = True
-                        if k == 0 and query_id == columns.query_ids[kind, column] != NO_ID:
+                        if k == 0 and query_id == columns.query_ids[id_index, column] != NO_ID:
                             expected = True
                     pair = (int(rows.query_ids[0, row]), int(columns.document_ids[0, column, k]))
                     expected_listed = pair in listed_pairs and NO_ID not in pair
-                    assert bool(is_same[row, column, k]) == expected
+                    assert bool(is_duplicate[row, column, k]) == expected
                     assert bool(is_listed[row, column, k]) == expected_listed
-                    num_same += expected
+                    num_duplicates += expected
                     num_listed += expected_listed
-    assert num_same > 200
+    assert num_duplicates > 200
     assert num_listed > 50
 
 
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(40, 15), (15, 40)])
-def test_a_table_of_many_pairs_lists_those_and_no_others(num_rows, num_columns):
-    """Looked up by its queries or by its passages, whichever are fewer."""
+def test_a_table_lists_exactly_its_pairs(num_rows, num_columns):
+    """The lookup is by queries or by passages, whichever are fewer."""
     generator = torch.Generator().manual_seed(2)
     listed = torch.randint(-500, 500, (2, 3000), generator=generator)
     table = PositivesTable(listed[0], listed[1])

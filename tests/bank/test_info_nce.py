@@ -1,4 +1,4 @@
-"""BankedInfoNCE against a dense float64 reference, and what it promises a training loop."""
+"""BankedInfoNCE against a dense float64 reference, and its guarantees for a training loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_reference import DenseReference, relative_errors
+from dense_reference import DenseReference, compute_relative_errors
 from micro_batches import call_loss, draw_embeddings, draw_ids, make_leaves
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import cos_sim, dot_score
@@ -64,7 +64,7 @@ def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     expected = published.compute_loss_from_embeddings(columns, None)
     expected.backward()
     assert loss_sum == pytest.approx(expected.item(), abs=1e-12, rel=1e-12)
-    _, gradient_error = relative_errors(loss, ours, expected, full_batch)
+    _, gradient_error = compute_relative_errors(loss, ours, expected, full_batch)
     assert gradient_error <= 1e-12
 
 
@@ -171,7 +171,7 @@ SETTINGS = [
 )
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_probe):
-    """The ring wraps; micro-batches are ragged, larger than the bank, and sometimes not finite."""
+    """The ring buffer wraps; micro-batches differ in size, and some are not finite."""
     generator = torch.Generator().manual_seed(bank_size)
     loss_fn = BankedInfoNCE(bank_size, **settings)
     known_positives: list[tuple[int, int]] = []
@@ -212,7 +212,7 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
         if is_finite:
             loss.backward()
             expected.backward()
-            errors = relative_errors(loss, ours, expected, dense)
+            errors = compute_relative_errors(loss, ours, expected, dense)
             largest_error = max(largest_error, *errors)
     assert reference.oldest_in_use > 0
     assert largest_error <= 1e-12
@@ -274,7 +274,7 @@ def test_a_micro_batch_that_is_not_finite_leaves_only_empty_rows(
 
 
 class HostReadDetector(TorchDispatchMode):
-    """Refuses operations that make a host wait for its device, and float64, which some lack."""
+    """Mode that refuses float64, and operations that make the host wait for the device."""
 
     WAITING = (
         "_local_scalar_dense",
@@ -332,7 +332,7 @@ def test_a_micro_step_reads_nothing_on_the_host_and_needs_no_float64(settings, i
         torch.ones(1).item()
 
 
-def test_float32_stays_exact_when_a_passage_close_to_all_queries_leaves_the_bank():
+def test_float32_stays_exact_when_a_dominant_passage_leaves_the_bank():
     bank_size = 256
     generator = torch.Generator().manual_seed(0)
     single = BankedInfoNCE(bank_size, drift_compensation="none")
@@ -421,10 +421,10 @@ def test_a_pending_optimizer_step_survives_a_saved_state():
     state = loss_fn.state_dict()
     restored = BankedInfoNCE(bank_size=8)
     restored.load_state_dict(state)
-    for counted in (loss_fn, restored):
-        assert counted.clock.num_updates == 0
-        counted(queries, passages)
-        assert counted.clock.num_updates == 1
+    for tested_loss_fn in (loss_fn, restored):
+        assert tested_loss_fn.clock.num_updates == 0
+        tested_loss_fn(queries, passages)
+        assert tested_loss_fn.clock.num_updates == 1
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_half_precision_embeddings_under_autocast_are_scored_in_float32(dtype):
 
 
 def test_small_gradients_of_float16_embeddings_survive_under_a_gradient_scaler():
-    """Unscaled, they are below the smallest float16, 6e-8: the factor multiplies float32."""
+    """Before scaling, they are below the smallest float16 number, 6e-8."""
     scale = 2.0**16
     batch = draw_embeddings(32, d=1024, dtype=torch.float32)
     embeddings = [10 * normalize(x, dim=-1).half() for x in batch]
@@ -565,7 +565,7 @@ def test_memory_is_flat_once_the_bank_is_full():
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts the multiplications of matrix products, and the size of the largest tensor made."""
+    """Counter of multiplications in matrix products, and of the largest tensor's size."""
 
     def __init__(self) -> None:
         super().__init__()
