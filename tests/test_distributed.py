@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.full_softmax import DocumentBlock, full_softmax_loss
+from contaccum.bank.full_softmax import DocumentBlock, compute_full_softmax_loss
 from contaccum.bank.settings import DIRECTIONS
 
 D = 6
@@ -153,7 +153,7 @@ def softmax_over_documents(ranks: list[int]) -> dict[str, Any]:
     positives = documents[torch.cat(positive_rows)]
     excluded = torch.cat(excluded_rows)
     is_partitioned = dist.is_initialized()
-    loss = full_softmax_loss(embeddings, positives, excluded, blocks, 0.5, is_partitioned)
+    loss = compute_full_softmax_loss(embeddings, positives, excluded, blocks, 0.5, is_partitioned)
     loss.backward()
     return {"loss": loss.item(), "gradient": towers.query.grad}
 

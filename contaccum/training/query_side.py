@@ -23,8 +23,8 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.losses.query_side import (
     QuerySideCollator,
     QuerySideLoss,
-    known_positives,
-    pairs_of_rows,
+    collect_positives,
+    iterate_pairs,
 )
 from contaccum.retrieval.corpus import CorpusEncoder, require_texts
 from contaccum.retrieval.documents import StoreDocuments
@@ -86,7 +86,7 @@ class QuerySide:
             preprocess_fn=model.preprocess,
             router_mapping=roles,
             prompts=args.prompts,
-            positives=known_positives(self.documents, datasets),
+            positives=collect_positives(self.documents, datasets),
         )
         if rank() == 0:
             logger.info(
@@ -158,7 +158,7 @@ def _settle_missing(
         return dataset  # of a stream, the collator refuses a row that has such a positive
     missing_texts: dict[str, None] = {}
     whole_rows = []
-    for row, (_, positives) in enumerate(pairs_of_rows(dataset)):
+    for row, (_, positives) in enumerate(iterate_pairs(dataset)):
         has_document = documents.has(text_ids(positives))
         if has_document.all():
             whole_rows.append(row)

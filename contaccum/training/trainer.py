@@ -29,7 +29,7 @@ from contaccum.encoders.loading import loading
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import write_json
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.text_ids import rows_in
+from contaccum.losses.text_ids import count_texts
 from contaccum.mining import MiningData
 from contaccum.training import (
     callbacks,
@@ -309,7 +309,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.updates.current.log_entries |= numbers
 
     def _count_pairs(self, inputs: dict[str, Any]) -> int:
-        return rows_in(self.collect_features(inputs)[0][0]) or 0
+        return count_texts(self.collect_features(inputs)[0][0]) or 0
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
