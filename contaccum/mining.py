@@ -32,8 +32,9 @@ from contaccum.data import (
 )
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
-from contaccum.retrieval.encode import Metric, encode_texts, metric_of
-from contaccum.retrieval.index import build_index, prepared, search
+from contaccum.retrieval.encode import Metric, encode_texts, get_metric
+from contaccum.retrieval.exact_search import prepare_vectors
+from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.searcher import bm25_scores
 
 OUTPUT_FORMATS = ("pairs", "dpr", "tevatron", "ntuples")
@@ -325,7 +326,7 @@ def mine_hard_negatives(
     if model is None:
         found = _search_bm25(data, k, show_progress)
     else:
-        metric = metric_of(model, similarity)
+        metric = get_metric(model, similarity)
         settings |= {"method": "dense", "similarity": metric, "precision": precision}
         encoding = {
             "batch_size": batch_size,
@@ -364,13 +365,13 @@ def _search_dense(
     passages = encode_texts(
         model, [document.passage for document in data.documents], "document", **encoding
     )
-    queries = prepared(
+    queries = prepare_vectors(
         encode_texts(model, data.queries, "query", **encoding), metric, "query embedding"
     )
     scores, rows = search(build_index(passages[: data.pool_size], metric=metric), queries, k)
     for query, positives in enumerate(data.positives):
-        of_positives = prepared(passages[positives], metric, "document embedding") @ queries[query]
-        yield scores[query], rows[query], of_positives
+        vectors = prepare_vectors(passages[positives], metric, "document embedding")
+        yield scores[query], rows[query], vectors @ queries[query]
 
 
 def _search_bm25(data: MiningData, k: int, show_progress: bool) -> Iterator[Any]:

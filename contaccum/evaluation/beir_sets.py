@@ -133,7 +133,7 @@ def search(
     searcher = FaissSearcher(model, show_progress_bar=show_progress, **settings)
     run = searcher.search(corpus, queries, k, similarity)
     about["model"]["name"] = model_name
-    about["search"] |= searcher.found
+    about["search"] |= searcher.search_details
     return run, {**about, "timing": searcher.timing}, searcher.embeddings
 
 
@@ -158,12 +158,12 @@ def plan_search(
     Raises:
         ConfigError: settings that cannot work, which would otherwise show after hours of encoding.
     """
-    from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+    from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
     from contaccum.retrieval.index import check_factory
 
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
-    metric = metric_of(model, similarity)
+    metric = get_metric(model, similarity)
     dimension = model.get_embedding_dimension()
     _, index_parameters = check_factory(index, dimension, documents, metric, index_parameters)
     return {
@@ -192,7 +192,7 @@ def plan_served(
     Raises:
         ConfigError: sizes that the embeddings have not, or that are no whole bytes of bits.
     """
-    from contaccum.retrieval.store import check_bits
+    from contaccum.retrieval.quantization import check_binary_dimension
 
     sizes = list(dict.fromkeys(dims or [dimension]))
     if not all(1 <= size <= dimension for size in sizes):
@@ -203,7 +203,7 @@ def plan_served(
         [(dimension, "float32"), *((size, name) for name in types for size in sizes)]
     )
     for size, name in forms:
-        check_bits(name, size)
+        check_binary_dimension(name, size)
     return {"forms": [list(form) for form in forms], "rescore": rescore, "metric": metric}
 
 
@@ -222,16 +222,18 @@ def score_served(
     """
     from sentence_transformers.util.quantization import semantic_search_faiss
 
-    from contaccum.retrieval.index import build_index, prepared, search
-    from contaccum.retrieval.store import Codes
+    from contaccum.retrieval.exact_search import prepare_vectors
+    from contaccum.retrieval.index import build_index, search
+    from contaccum.retrieval.quantization import QuantizedEmbeddings
 
     names, cut = list(dataset.corpus), int(metric.partition("@")[2])
     rows: list[dict[str, Any]] = []
     first: list[float] = []
     k = min(cut + 1, len(names))  # one more: the query's own document may be there
     for size, kind in forms:
-        asked = prepared(queries[:, :size], similarity, "query embedding")
-        codes = Codes.of(prepared(documents[:, :size], similarity, "document embedding"), kind)
+        asked = prepare_vectors(queries[:, :size], similarity, "query embedding")
+        vectors = prepare_vectors(documents[:, :size], similarity, "document embedding")
+        codes = QuantizedEmbeddings.quantize(vectors, kind)
         fastest = float("inf")
         for _ in range(3):
             started = time.perf_counter()

@@ -135,7 +135,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         if self._standing_embeddings is None:
             assert self.documents is not None
             embeddings = np.empty((len(texts), self.documents.dimension), dtype=np.float32)
-            indices, stored = self.documents.embeddings_of(texts)
+            indices, stored = self.documents.find_embeddings(texts)
             embeddings[indices] = stored
             others = np.setdiff1d(np.arange(len(texts)), indices)
             if len(others):

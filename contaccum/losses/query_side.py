@@ -31,7 +31,7 @@ from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class QuerySideLoss(nn.Module):
         if documents.similarity == "cos":
             dtype = torch.promote_types(queries.dtype, torch.float32)
             queries = normalize(queries.to(dtype), dim=-1)
-        positives = documents.take(labels[:, 0])
+        positives = documents.get_embeddings(labels[:, 0])
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
         return full_softmax_loss(
@@ -290,7 +290,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     Raises:
         ConfigError: the message names what differs.
     """
-    about = store.about
+    about = store.metadata
     if about["kind"] != "document":
         raise ConfigError(f"{store.folder}: holds queries; encode documents (--kind document)")
     if store.dtype == "binary":
@@ -304,7 +304,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
             f"{store.folder}: was encoded with another prompt, length or pooling of documents: "
             f"{remedy}"
         )
-    similarity = metric_of(model)
+    similarity = get_metric(model)
     if about["similarity"] != similarity:
         raise ConfigError(
             f"{store.folder}: is compared by {about['similarity']}, this model by {similarity}: "

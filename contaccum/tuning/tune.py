@@ -19,7 +19,7 @@ from contaccum.files import provenance, read_json, write_json, write_text
 from contaccum.report.sources import model_name
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import metric_of
+from contaccum.retrieval.encode import get_metric
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
 from contaccum.training.arguments import (
@@ -218,7 +218,7 @@ def _starts(
 ) -> dict[str, dict[str, float]]:
     """Return {method: {"learning_rate", "temperature": where its search starts}}."""
     width = _width(encoder)
-    temperature = args.temperature or DEFAULT_TEMPERATURE[metric_of(encoder, args.similarity)]
+    temperature = args.temperature or DEFAULT_TEMPERATURE[get_metric(encoder, args.similarity)]
     starts = {}
     for method in methods:
         rate = start_rate(method, width, "lora_r" in options, is_fresh)

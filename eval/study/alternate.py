@@ -140,7 +140,7 @@ def load_corpus(
     names = [name for name in train.corpus if name not in held_out - positives_of(train)]
     texts = [passage_text(**train.corpus[name]) for name in names]
     store = StoreDocuments(EmbeddingStore.open(args.work / "stores" / args.name / "haystack"))
-    found, embeddings = store.embeddings_of(texts)
+    found, embeddings = store.find_embeddings(texts)
     if len(found) != len(texts):
         raise SystemExit(f"the store has {len(found)} of {len(texts)} documents")
     row_of_document = {name: row for row, name in enumerate(names)}

@@ -136,7 +136,7 @@ def write_part(
     documents = StoreDocuments(EmbeddingStore.open(whole))
 
     def look_up(texts: list[str]) -> np.ndarray:
-        return documents.embeddings_of(texts)[1]
+        return documents.find_embeddings(texts)[1]
 
     passages = []
     for name in names:

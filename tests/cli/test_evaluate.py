@@ -241,7 +241,7 @@ def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(
         ([*data, "--output", "out.txt"], "end its name in .json"),
         ([*data, *run, "model"], "one of the two"),
         ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
-        ([*data, "--dims", "12", "--quantize", "binary"], "take a multiple of 8"),
+        ([*data, "--dims", "12", "--quantize", "binary"], "must be a multiple of 8"),
         ([*run, *data, "--quantize", "int8"], "no embeddings for them"),
         ([*run, "--data", *two], "--run is of one set"),
         ([*run, *data], "for none of one's judged queries"),

@@ -10,7 +10,7 @@ from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import (
     encode_texts,
-    metric_of,
+    get_metric,
     model_fingerprint,
     tokenisation_fingerprint,
 )
@@ -68,11 +68,11 @@ def test_settings_out_of_range_are_refused(model):
     with pytest.raises(ConfigError, match="fp16"):
         encode_texts(model, TEXTS, precision="fp16")
     with pytest.raises(ConfigError, match=r"the similarity must be one of .* got 'euclidean'"):
-        metric_of(model, "euclidean")
+        get_metric(model, "euclidean")
     model.similarity_fn_name = "manhattan"
-    assert metric_of(model, "cos_sim") == "cos"
+    assert get_metric(model, "cos_sim") == "cos"
     with pytest.raises(ConfigError, match="got 'manhattan'"):
-        metric_of(model)
+        get_metric(model)
 
 
 def test_weights_and_tokenisation_identify_a_model_saved_or_not(model, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.retrieval import exact_search
 from contaccum.retrieval import index as index_module
 from contaccum.retrieval.index import build_index, open_index, recall_against_exact, search
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
@@ -20,7 +21,7 @@ def vectors(n: int, d: int = 16, seed: int = 0) -> np.ndarray:
 @pytest.fixture
 def slices_of(monkeypatch) -> Any:
     """Set how many rows of 16 numbers a slice has."""
-    return lambda rows: monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 16 * rows)
+    return lambda rows: monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 16 * rows)
 
 
 def by_numpy(documents: np.ndarray, queries: np.ndarray, k: int, metric: str) -> Any:
@@ -39,7 +40,7 @@ def by_numpy(documents: np.ndarray, queries: np.ndarray, k: int, metric: str) ->
 @pytest.mark.parametrize(("k", "queries"), [(1, 9), (7, 300), (65, 300), (500, 9)])
 def test_sliced_search_equals_numpy(metric, k, queries, slices_of, monkeypatch):
     slices_of(64)
-    monkeypatch.setattr(index_module, "_MOST_QUERIES", 100)
+    monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP", 100)
     documents, asked = vectors(200), vectors(queries, seed=1)
     before = documents.copy(), asked.copy(), faiss.cvar.distance_compute_blas_threshold
     scores, rows = search(build_index(documents, metric=metric), asked, k)
@@ -104,7 +105,7 @@ def test_gpus_search_slices_as_far_as_their_bound_on_k_allows(monkeypatch, slice
     index = build_index(documents)
     for k in (5, 2500):
         np.testing.assert_array_equal(search(index, queries, k)[1], expected[1][:, :k])
-    assert index.gpus == 2 and [one.ntotal for one in sent] == [2100, 900]
+    assert index.num_gpus == 2 and [one.ntotal for one in sent] == [2100, 900]
 
 
 def test_an_inverted_index_probes_more_than_one_list_unless_told():
@@ -180,9 +181,9 @@ def test_a_file_of_something_else_or_broken_is_refused_in_one_line(store, tmp_pa
             open_index(path, store, factory)
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
-    refused("index of factory HNSW8, asked for is HNSW16", "HNSW16")
+    refused("index with factory HNSW8, but factory HNSW16 is required", "HNSW16")
     described.write_text(json.dumps({**json.loads(about), "fingerprint": "aaaa"}))
-    refused("index of fingerprint aaaa")
+    refused("index with fingerprint aaaa")
     described.unlink()
     refused("not a JSON file")
     described.write_text(about)

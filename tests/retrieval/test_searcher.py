@@ -80,7 +80,7 @@ def test_an_approximate_index_leaves_out_what_it_does_not_find_and_tells_its_rec
     run = searcher.search(corpus, queries, top_k=100)
     assert all(0 < len(hits) < 100 and set(hits) <= set(corpus) for hits in run.values())
     assert (
-        searcher.found["recall"]["queries"] == 20 and 0 < searcher.found["recall"]["recall@100"] < 1
+        searcher.search_details["recall"]["queries"] == 20 and 0 < searcher.search_details["recall"]["recall@100"] < 1
     )
     stages = ("encode_queries", "encode_corpus", "index", "search")
     assert list(searcher.timing) == [f"{stage}_seconds" for stage in stages]

@@ -132,7 +132,7 @@ def test_what_is_there_is_gone_on_with_if_it_is_the_same_and_left_alone_otherwis
 def test_a_folder_of_other_things_is_never_written_to_or_emptied(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for folder in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(UserError, match="is there, and no store"):
+        with pytest.raises(UserError, match="exists and is not a store"):
             start(folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
