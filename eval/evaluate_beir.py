@@ -32,7 +32,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import (
     EvaluationSet,
-    about_data,
+    describe_data,
     evaluate_beir,
     evaluation_sets,
     load_data,
@@ -125,7 +125,7 @@ def evaluate_sets(
     }
     # All sets are read before the first is encoded, so that a broken one shows at once. They are
     # read again one by one: the larger ones do not fit in memory together.
-    described = [about_data(load_data(one.given, args.split)) for one in sets]
+    described = [describe_data(load_data(one.source, args.split)) for one in sets]
     deepest = max(args.k_values)
     plans = []
     for data in described:
@@ -136,7 +136,7 @@ def evaluate_sets(
         if record is None:
             result = evaluate_beir(
                 model,
-                load_data(one.given, args.split),
+                load_data(one.source, args.split),
                 k_values=args.k_values,
                 model_name=args.model,
                 **search_settings,

@@ -26,7 +26,7 @@ from contaccum.comparison.plan import Plan, as_tokens
 from contaccum.comparison.summary import METRICS
 from contaccum.data import BeirDataset
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir_sets import about_data, evaluate_beir
+from contaccum.evaluation.beir_sets import describe_data, evaluate_beir
 from contaccum.evaluation.beir_sets import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, redact, write_json
@@ -45,7 +45,7 @@ def about_sets(evaluation: Mapping[str, Any], option: str = "--eval_data") -> li
     ``evaluation`` has the options of `contaccum compare` that begin with eval_, by the rest of their names; ``option``
     is where its data were given.
     """
-    sets = [about_data(_load_set(evaluation, given)) for given in evaluation["data"]]
+    sets = [describe_data(_load_set(evaluation, given)) for given in evaluation["data"]]
     if len({data["name"] for data in sets}) < max(1, len(sets)):
         raise ConfigError(
             f"{option}: give BEIR folders to score the models on, each of another name"

@@ -160,7 +160,7 @@ def test_served_forms_are_scored_beside_float32_of_all_dimensions(evaluate, two,
     for row in others:
         assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
         assert row["low"] <= row["difference"] <= row["high"] and row["queries_per_second"] > 0
-    assert "## two: as served" in (tmp_path / "out.md").read_text()
+    assert "## two: scores by size and type" in (tmp_path / "out.md").read_text()
 
 
 def test_a_model_card_gets_the_figures_and_the_command_and_keeps_what_else_it_says(

@@ -10,7 +10,7 @@ from small_data import write_open_qa
 from contaccum.data import RecordReport, load_questions
 from contaccum.errors import DataError
 from contaccum.evaluation import open_qa
-from contaccum.evaluation.open_qa import answer_finder, load_passages, score_open_qa
+from contaccum.evaluation.open_qa import make_answer_matcher, load_passages, score_open_qa
 
 MATCHES = [
     (
@@ -35,7 +35,7 @@ MATCHES = [
 
 @pytest.mark.parametrize(("text", "answer", "match", "expected"), MATCHES)
 def test_answers_match_as_in_dpr(text, answer, match, expected):
-    assert answer_finder(["not there", answer], match)(text) is expected
+    assert make_answer_matcher(["not there", answer], match)(text) is expected
 
 
 def tokens_by_category(text: str) -> list[str]:
@@ -59,7 +59,7 @@ def test_tokens_are_dprs_for_all_kinds_of_characters():
     ]  # another version of Unicode has more
     random.Random(0).shuffle(characters)
     text = "".join(characters)
-    assert open_qa._tokens(text).split(" ")[1:-1] == [
+    assert open_qa._join_tokens(text).split(" ")[1:-1] == [
         token.lower() for token in tokens_by_category(unicodedata.normalize("NFD", text))
     ]
 

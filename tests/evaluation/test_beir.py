@@ -12,7 +12,7 @@ from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir_sets import (
-    about_data,
+    describe_data,
     evaluate_beir,
     evaluation_sets,
     score_beir_run,
@@ -36,7 +36,7 @@ def test_beir_is_all_public_sets_and_names_of_parts_are_spelled_out(tmp_path):
         write_judged_places(tmp_path / part)
     sets = evaluation_sets([str(tmp_path / "cqadupstack")], OUT)
     assert [one.label for one in sets] == parts
-    assert (sets[0].given, sets[0].output) == (
+    assert (sets[0].source, sets[0].output) == (
         str(tmp_path / parts[0]),
         Path("out.cqadupstack-android.json"),
     )
@@ -99,13 +99,13 @@ def test_judged_documents_with_the_querys_id_are_warned_of_once(evaluate, model,
     (warning,) = own_warnings(caplog)
     beginning = "3 judgements above 0 name the document with the query's own id, such as '0'"
     assert warning.startswith(f"{name}: {beginning}")
-    assert about_data(data)["ignored_judgements"] == 3
+    assert describe_data(data)["ignored_judgements"] == 3
 
 
 def test_data_without_such_judgements_is_not_warned_of(model, places, caplog):
     evaluate_beir(model, places, (1,), show_progress=False)
     assert not own_warnings(caplog)
-    assert "ignored_judgements" not in about_data(places)
+    assert "ignored_judgements" not in describe_data(places)
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])

@@ -52,7 +52,7 @@ def test_the_evaluator_gives_the_figures_of_evaluate(tiny_model_path, tmp_path):
     model: Any = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     model.train()
     evaluator = RetrievalEvaluator(
-        data, ["eval_NDCG@10", "mrr@3", "ndcg@10"], about={"of_documents": 99}
+        data, ["eval_NDCG@10", "mrr@3", "ndcg@10"], notes={"of_documents": 99}
     )
     scores = evaluator(model, epoch=0.5, steps=3)
     expected = evaluate_beir(model, data, (3, 10), show_progress=False).metrics

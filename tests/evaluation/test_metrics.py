@@ -64,7 +64,7 @@ def test_ties_are_ordered_as_trec_eval_does_and_a_document_with_the_querys_id_is
     run = {"a": {"a": 9.0, "b": 1.0}, "unjudged": {"b": 1.0}}
     means, per_query = score_run({"a": {"b": 1}}, run, [1])
     assert means["NDCG@1"] == 1.0 and list(per_query) == ["a"] and run["a"] == {"a": 9.0, "b": 1.0}
-    assert metrics.trec_order({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0}) == [
+    assert metrics.sort_as_trec_eval({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0}) == [
         ("b", 1.0),
         ("a", 1.0 + 1e-9),
         ("c", 0.5),

@@ -119,7 +119,7 @@ def test_scores_by_query_are_ours_and_the_result_files_are_mtebs(
 def test_what_mteb_cannot_do_is_one_line(evaluate, monkeypatch, capsys):
     for argv, words in (
         (["SciFcat"], "Did you mean: 'SciFact'"),
-        (["STS12"], "STS12: is no retrieval task"),
+        (["STS12"], "STS12: is not a retrieval task"),
         (["SciFact", "--index", "IVF2,Flat"], "--index with --mteb"),
         (["SciFact", "--data", "scifact"], "not allowed with argument"),
     ):
