@@ -20,7 +20,6 @@ from contaccum.files import fingerprint, read_json
 
 if TYPE_CHECKING:
     from mteb.models import SentenceTransformerEncoderWrapper
-    from mteb.types import EncodeKwargs
     from sentence_transformers import SentenceTransformer
 
 
@@ -98,7 +97,7 @@ def run_task(
     task: Any,
     model: SentenceTransformer,
     record_fields: Mapping[str, Any],
-    encode_kwargs: EncodeKwargs,
+    encode_kwargs: Mapping[str, Any],
     folder: Path,
     k_values: Sequence[int],
 ) -> EvaluationResult:
@@ -191,12 +190,13 @@ def _load_data(task: Any, parts: Sequence[_TaskPart]) -> None:
 def _run_with_mteb(
     task: Any,
     encoder: SentenceTransformerEncoderWrapper,
-    encode_kwargs: EncodeKwargs,
+    encode_kwargs: Mapping[str, Any],
     folder: Path,
 ) -> dict[str, Any]:
     """Run a task, and return {name of mteb's prediction file: its content}."""
     import mteb
 
+    settings: Any = dict(encode_kwargs)  # a copy, because mteb may change it
     with TemporaryDirectory() as predictions_folder:
         mteb.evaluate(
             encoder,
@@ -205,7 +205,7 @@ def _run_with_mteb(
             prediction_folder=predictions_folder,
             overwrite_strategy="always",
             co2_tracker=False,
-            encode_kwargs=encode_kwargs.copy(),  # mteb may change it
+            encode_kwargs=settings,
         )
         predictions = {}
         for part in _get_parts(task):

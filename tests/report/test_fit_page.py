@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contaccum.fitting.verdict import judge, warnings_of
-from contaccum.report.fit_page import build_fit_page, title_and_text, trials_panel
+from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_trials_panel
 from contaccum.tuning.choice import Choice
 
 SCRIPT = "<script>alert(1)</script>"
@@ -97,14 +97,14 @@ def test_the_verdict_comes_first_and_everything_else_in_its_order(tmp_path):
         "<h2>Scores",
         "gained most",
         "lost most",
-        "What was tried",
+        "Trials",
         "Load and serve",
     ]
     positions = [body.index(text) for text in order]
     assert positions == sorted(positions)
     assert "0.600" in body
     assert "(chosen)" in body
-    assert "an index that it made stays valid" in " ".join(body.split())
+    assert "an index that was built with that model stays valid" in " ".join(body.split())
     assert "<h2>Training" not in body  # there are no logs
 
 
@@ -136,7 +136,7 @@ def test_the_curves_are_those_of_the_logs(tmp_path):
 
 
 def test_the_plot_of_trials_has_each_method_the_base_model_and_the_choice():
-    panel = trials_panel(record_of(0.4, 0.6))
+    panel = make_trials_panel(record_of(0.4, 0.6))
     assert panel is not None
     assert panel.lines == {
         "query_side": [[(0.01, 0.7), (0.03, 0.6)]],
@@ -146,13 +146,13 @@ def test_the_plot_of_trials_has_each_method_the_base_model_and_the_choice():
     without_rates = record_of(0.4, 0.6)
     for trial in without_rates["trials"]:
         del trial["settings"]["learning_rate"]
-    assert trials_panel(without_rates) is None
+    assert make_trials_panel(without_rates) is None
 
 
 def test_a_title_is_a_sentence_before_the_text():
-    assert title_and_text({"title": "Rain", "text": "falls"}) == "Rain. falls"
-    assert title_and_text({"title": "Rain?", "text": "falls"}) == "Rain? falls"
-    assert title_and_text({"title": "", "text": "falls"}) == "falls"
+    assert join_title_and_text({"title": "Rain", "text": "falls"}) == "Rain. falls"
+    assert join_title_and_text({"title": "Rain?", "text": "falls"}) == "Rain? falls"
+    assert join_title_and_text({"title": "", "text": "falls"}) == "falls"
 
 
 def test_a_verdict_is_by_the_interval_and_warns_where_dev_and_bm25_say_otherwise():
