@@ -24,7 +24,7 @@ from contaccum.evaluation.metrics import (
     sort_as_trec_eval,
     warn_of_ignored_judgements,
 )
-from contaccum.evaluation.results import EvaluationResult, Run
+from contaccum.evaluation.results import EvaluationResult, JsonObject, Run
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -144,7 +144,7 @@ class SearchOutcome(NamedTuple):
     """Results of `search`."""
 
     run: Run
-    record_fields: dict[str, Any]  # fields of an EvaluationResult: model, search, timing, ...
+    record_fields: JsonObject  # fields of an EvaluationResult: model, search, timing, ...
     embeddings: tuple[np.ndarray, np.ndarray]  # of queries (n, d) and of documents (N, d)
 
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""
 
+JsonObject = dict[str, Any]
+"""Object of a JSON file: a part of a record."""
+
 _ENCODED = "percent-encoded:"  # marks an id that a TREC line could not hold as it is
 # Comments around the section of a model card that `update_card` writes and replaces.
 _SECTION_START = "<!-- contaccum evaluate -->"
@@ -69,11 +72,11 @@ class EvaluationResult:
     metrics: dict[str, float]
     per_query: dict[str, dict[str, float]]
     run: Run
-    data: dict[str, Any]
-    model: dict[str, Any]
-    search: dict[str, Any]
+    data: JsonObject
+    model: JsonObject
+    search: JsonObject
     tokenisation: str | None = None
-    served: dict[str, Any] = field(default_factory=dict)
+    served: JsonObject = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
     precision: str = "unknown"
     created: str = field(default_factory=_format_current_time)

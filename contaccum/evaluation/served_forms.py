@@ -14,7 +14,7 @@ import numpy as np
 from contaccum.data import BeirDataset
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import paired_bootstrap, score_run
-from contaccum.evaluation.results import Run
+from contaccum.evaluation.results import JsonObject, Run
 from contaccum.retrieval.exact_search import prepare_vectors
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.quantization import QuantizedEmbeddings, check_binary_dimension
@@ -83,7 +83,7 @@ def score_served(
     cut_off = int(metric.partition("@")[2])
     document_ids = list(dataset.corpus)
     k = min(cut_off + 1, len(document_ids))  # one more: the query's own document is dropped
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     first_scores: list[float] = []
     for size, dtype in forms:
         query_vectors = prepare_vectors(queries[:, :size], similarity, "query embedding")

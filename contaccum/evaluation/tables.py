@@ -15,7 +15,7 @@ from typing import Any
 from contaccum.errors import DataError
 from contaccum.evaluation.beir_sets import EvaluationSet
 from contaccum.evaluation.metrics import add_holm, paired_bootstrap
-from contaccum.evaluation.results import read_result, result_files
+from contaccum.evaluation.results import JsonObject, read_result, result_files
 
 Row = Mapping[str, Any]
 Scores = Mapping[str, float]
@@ -217,7 +217,7 @@ def compare_queries(ours: Scores, theirs: Scores, shown: int = 5) -> dict[str, A
     """
     our_scores = list(ours.values())
     their_scores = [theirs[query] for query in ours]
-    changes: list[dict[str, Any]] = []
+    changes: list[JsonObject] = []
     for query, our_score in ours.items():
         their_score = theirs[query]
         difference = round(our_score - their_score, _DIGITS_OF_DIFFERENCES)

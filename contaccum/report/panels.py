@@ -18,9 +18,7 @@ import numpy as np
 from contaccum.comparison.summary import METRICS, cell_name
 from contaccum.report.sources import Log, Source
 
-_INK = (
-    "#010203"  # placeholder colour of text and axes; to_svg replaces it by the page's text colour
-)
+_INK = "#010203"  # placeholder colour, which to_svg replaces by the page's text colour
 _STYLE: Any = {  # Any, because matplotlib's type for the keys is a literal of all of them
     "svg.fonttype": "none",  # keep texts as texts, not as paths
     "text.parse_math": False,  # a dollar sign in a name does not start a formula

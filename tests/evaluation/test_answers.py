@@ -10,7 +10,7 @@ from small_data import write_open_qa
 from contaccum.data import RecordReport, load_questions
 from contaccum.errors import DataError
 from contaccum.evaluation import open_qa
-from contaccum.evaluation.open_qa import make_answer_matcher, load_passages, score_open_qa
+from contaccum.evaluation.open_qa import load_passages, make_answer_matcher, score_open_qa
 
 MATCHES = [
     # Punctuation is a token, spaces are not.
