@@ -43,8 +43,8 @@ _TREC_MEASURES = {
     "Accuracy": "success",
 }
 # MRR@k is derived from trec_eval's reciprocal rank, which has no cut-off.
-_METRIC_KINDS = (*_TREC_MEASURES, "MRR")
-_METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_KINDS).lower()})@[1-9][0-9]*)")
+_METRIC_FAMILIES = (*_TREC_MEASURES, "MRR")
+_METRIC_PATTERN = re.compile(rf"(?:eval_)?((?:{'|'.join(_METRIC_FAMILIES).lower()})@[1-9][0-9]*)")
 _FLOAT_TOLERANCE = 1e-12
 
 
@@ -108,9 +108,9 @@ def _rename_trec_scores(
 ) -> dict[str, float]:
     """Return a query's scores under BEIR's names, with MRR@k from the reciprocal rank."""
     scores = {}
-    for kind, measure in _TREC_MEASURES.items():
+    for name, measure in _TREC_MEASURES.items():
         for k in k_values:
-            scores[f"{kind}@{k}"] = trec_scores[f"{measure}_{k}"]
+            scores[f"{name}@{k}"] = trec_scores[f"{measure}_{k}"]
     for k in k_values:
         scores[f"MRR@{k}"] = trec_scores["recip_rank"] * scores[f"Accuracy@{k}"]
     return scores
@@ -153,7 +153,10 @@ def sort_as_trec_eval(hits: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def metric_names(k_values: Sequence[int]) -> list[str]:
     """Return the names of all metrics that `score_run` computes, in its order."""
-    return [f"{kind}@{k}" for kind in _METRIC_KINDS for k in k_values]
+    names: list[str] = []
+    for family in _METRIC_FAMILIES:
+        names.extend(f"{family}@{k}" for k in k_values)
+    return names
 
 
 def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
@@ -191,10 +194,10 @@ def check_metric(name: str) -> str:
     """
     match = _METRIC_PATTERN.fullmatch(name.lower())
     if match is None:
-        kinds = ", ".join(_METRIC_KINDS).lower()
+        families = ", ".join(_METRIC_FAMILIES).lower()
         hint = closest(name.lower(), DEFAULT_METRICS)
         raise ConfigError(
-            f"there is no metric {name!r}: write a metric ({kinds}), @ and a number, such as "
+            f"there is no metric {name!r}: write a metric ({families}), @ and a number, such as "
             f"ndcg@10{hint}"
         )
     return match[1]

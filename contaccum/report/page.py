@@ -302,7 +302,7 @@ def _make_data_sections(evaluations: Sequence[Source], metric: str | None) -> li
     if metric is not None and evaluations and metric not in available:
         names = ", ".join(_drop_repeated(available))
         raise ConfigError(f"--metric {metric}: no result has it; there are {names}")
-    by_data: dict[tuple[Any, ...], list[Source]] = {}
+    by_data: dict[tuple[str | None, ...], list[Source]] = {}
     for source in evaluations:
         identity = tuple(source.record["data"].get(name) for name in _DATA_IDENTITY)
         by_data.setdefault(identity, []).append(source)
@@ -312,7 +312,7 @@ def _make_data_sections(evaluations: Sequence[Source], metric: str | None) -> li
 def _make_data_section(results: Sequence[Source], metric: str | None) -> dict[str, Any]:
     """Return the results on one data set, their common metrics, and comparisons with the first."""
     _make_names_unique(results)
-    first, *others = results
+    first = results[0]
     names = [*MAIN_METRICS, *first.record["metrics"]]
     if metric is not None:
         names.insert(0, metric)
@@ -323,7 +323,7 @@ def _make_data_section(results: Sequence[Source], metric: str | None) -> dict[st
     pairs = []
     if common:
         first_scores = _get_scores_by_query(first, common[0])
-        for other in others:
+        for other in results[1:]:
             scores = _get_scores_by_query(other, common[0])
             changes = compare_queries(scores, first_scores, shown=_MAX_CHANGES)
             pairs.append({**changes, "name": other.name})

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from contaccum.comparison.summary import METRICS, cell_name
+from contaccum.evaluation.results import JsonObject
 from contaccum.report.sources import Log, Source
 
 _INK = "#010203"  # placeholder colour, which to_svg replaces by the page's text colour
@@ -97,7 +98,7 @@ class Panel(NamedTuple):
 
     def _get_x_values(self) -> list[float]:
         """Return the distinct x values of all lines, ascending."""
-        x_values = set()
+        x_values: set[float] = set()
         for runs in self.lines.values():
             for run in runs:
                 x_values.update(x for x, _ in run)
@@ -141,7 +142,7 @@ def comparison_panels(comparison: Source) -> list[Panel]:
     report = comparison.record
     metric, metric_title = next(iter(METRICS.items()))
     groups = report["groups"].values()
-    runs_by_line: dict[str, list[dict[str, Any]]] = {}
+    runs_by_line: dict[str, list[JsonObject]] = {}
     for group in groups:
         runs_by_line[_get_line_name(group)] = []
     for run in report["runs"].values():
