@@ -32,7 +32,7 @@ from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir_sets import (
     EvaluationSet,
-    about_data,
+    describe_data,
     evaluate_beir,
     evaluation_sets,
     load_data,
@@ -146,7 +146,7 @@ def evaluate_sets(
     # memory.
     plans = []
     for beir_set in sets:
-        data_record = about_data(load_data(beir_set.given, args.split))
+        data_record = describe_data(load_data(beir_set.source, args.split))
         plan = plan_search(model, data_record["documents"], max(args.k_values), **search_settings)
         plans.append({**plan, "data": data_record})
     records = []
@@ -155,7 +155,7 @@ def evaluate_sets(
         if record is None:
             result = evaluate_beir(
                 model,
-                load_data(beir_set.given, args.split),
+                load_data(beir_set.source, args.split),
                 k_values=args.k_values,
                 model_name=args.model,
                 **search_settings,

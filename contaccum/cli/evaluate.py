@@ -156,21 +156,23 @@ def _score_sets(
     from contaccum.evaluation import beir_sets, metrics, mteb_tasks, results, tables
 
     tasks = mteb_tasks.find_tasks(args.mteb) if args.mteb else {}
-    sets = beir_sets.evaluation_sets(args.data or [], args.output) or beir_sets.place(
-        dict.fromkeys(tasks, ""), args.output
-    )
+    sets = beir_sets.evaluation_sets(args.data or [], args.output)
+    if not sets:
+        sets = beir_sets.assign_outputs(dict.fromkeys(tasks, ""), args.output)
     if args.run is not None and len(sets) > 1:
         raise ConfigError(f"--run is of one set, and --data names {len(sets)}")
     # All are read before the first is encoded, so that a bad record in the last one does not cost a night. Only a
     # single one is held: BEIR's larger sets do not fit in memory together.
     only = (
-        beir_sets.load_data(sets[0].given, args.split, args.on_bad_record)
+        beir_sets.load_data(sets[0].source, args.split, args.on_bad_record)
         if len(sets) == 1 and not tasks
         else None
     )
-    data = [mteb_tasks.about_task(task) for task in tasks.values()]
+    data = [mteb_tasks.describe_task(task) for task in tasks.values()]
     data = data or [
-        beir_sets.about_data(only or beir_sets.load_data(one.given, args.split, args.on_bad_record))
+        beir_sets.describe_data(
+            only or beir_sets.load_data(one.source, args.split, args.on_bad_record)
+        )
         for one in sets
     ]
     labels = {about["fingerprint"]: one.label for one, about in zip(sets, data, strict=True)}
@@ -187,7 +189,7 @@ def _score_sets(
         at = {"folder": args.output.with_suffix(".mteb"), "k_values": args.k_values}
         plans, score = (
             [plan] * len(sets),
-            partial(mteb_tasks.run_task, model=model, about=plan, how=how, **at),
+            partial(mteb_tasks.run_task, model=model, record_fields=plan, encode_kwargs=how, **at),
         )
     elif args.run is None:
         model, settings = load_model(args.model, args), search_settings(args)
@@ -197,8 +199,10 @@ def _score_sets(
         ]
         settings |= {"model_name": args.model, "show_progress": not args.no_progress}
         if args.dims or args.quantize:
+            from contaccum.evaluation.served_forms import plan_served
+
             types = args.quantize or ["float32"]
-            served = beir_sets.plan_served(
+            served = plan_served(
                 model.get_embedding_dimension(), args.dims, types, args.rescore, shown[0]
             )
             settings, plans = (
@@ -224,7 +228,7 @@ def _score_sets(
         else:
             task = tasks.get(one.label)
             result = score(
-                task or only or beir_sets.load_data(one.given, args.split, args.on_bad_record)
+                task or only or beir_sets.load_data(one.source, args.split, args.on_bad_record)
             )
             results.write_result(result, one.output)
             record = result.record()

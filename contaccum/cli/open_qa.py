@@ -67,7 +67,9 @@ def run(argv: Sequence[str]) -> int:
         )
     else:
         found = results.read_trec_run(args.run, args.on_bad_record)
-        found = {name: dict(metrics.trec_order(hits)[:deepest]) for name, hits in found.items()}
+        found = {
+            name: dict(metrics.sort_as_trec_eval(hits)[:deepest]) for name, hits in found.items()
+        }
         # One pass through the corpus, whatever its size, for the texts of these alone.
         passages = load_passages(
             args.passages, report, {name for hits in found.values() for name in hits}

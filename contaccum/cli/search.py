@@ -91,13 +91,13 @@ def run(argv: Sequence[str]) -> int:
         "index": index.factory,
         "index_parameters": index.parameters,
         "k": rows.shape[1],
-        "gpus": index.gpus,
+        "gpus": index.num_gpus,
     }
     about |= {"index_file": file and str(file), "seconds": seconds}
     about["recall"] = faiss_index.recall_against_exact(index, queries, rows)
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
-        "model": {"name": store.about.get("model_name"), "similarity": index.metric},
+        "model": {"name": store.metadata.get("model_name"), "similarity": index.metric},
         "queries": {"path": str(args.queries), "count": len(names)},
         "search": about,
         **provenance(),
@@ -114,22 +114,23 @@ def _queries(args: argparse.Namespace, store: Any) -> tuple[list[str], Any]:
     """Ids and embeddings (n, d) of queries from their own store, or encoded now; of the store's own model alone."""
     from contaccum.data import RecordReport, load_beir_folder
     from contaccum.retrieval.encode import encode_texts, model_fingerprint, read_texts
-    from contaccum.retrieval.store import ABOUT, EmbeddingStore
+    from contaccum.retrieval.store import EmbeddingStore
+    from contaccum.retrieval.store_files import STORE_FILE
 
     def check(model: str | None, kind: str) -> None:
-        if (store.about["kind"], kind) != ("document", "query"):
+        if (store.metadata["kind"], kind) != ("document", "query"):
             raise DataError(
-                f"{args.store}: of {store.about['kind']}s, {args.queries}: of {kind}s (see encode --kind)"
+                f"{args.store}: of {store.metadata['kind']}s, {args.queries}: of {kind}s (see encode --kind)"
             )
-        if model != store.about["model"]:
-            name = store.about.get("model_name")
+        if model != store.metadata["model"]:
+            name = store.metadata.get("model_name")
             raise DataError(
                 f"{args.store}: was encoded by another model, {name}: use that one, or encode again"
             )
 
-    if (args.queries / ABOUT).is_file():
+    if (args.queries / STORE_FILE).is_file():
         encoded = EmbeddingStore.open(args.queries)
-        check(encoded.about["model"], encoded.about["kind"])
+        check(encoded.metadata["model"], encoded.metadata["kind"])
         return encoded.ids(range(len(encoded))), encoded[:]
     if args.model is None:
         raise ConfigError(

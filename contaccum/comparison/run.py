@@ -26,7 +26,7 @@ from contaccum.comparison.processes import RESULT_FILE, Job, run_jobs
 from contaccum.comparison.summary import METRICS
 from contaccum.data import BeirDataset
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir_sets import about_data, evaluate_beir
+from contaccum.evaluation.beir_sets import describe_data, evaluate_beir
 from contaccum.evaluation.beir_sets import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, write_json
@@ -58,7 +58,7 @@ def describe_evaluation_sets(
         UserError: for a data set that cannot be read.
         ConfigError: if there is no data set, or two have the same name.
     """
-    sets = [about_data(_load_set(evaluation, path)) for path in evaluation["data"]]
+    sets = [describe_data(_load_set(evaluation, path)) for path in evaluation["data"]]
     names = {data["name"] for data in sets}
     if not sets or len(names) < len(sets):
         raise ConfigError(

@@ -31,7 +31,7 @@ from contaccum.encoders.query_tower import train_query_tower_alone
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import metric_of, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import get_metric, model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class QuerySideLoss(nn.Module):
         if documents.similarity == "cos":
             dtype = torch.promote_types(queries.dtype, torch.float32)
             queries = normalize(queries.to(dtype), dim=-1)
-        positives = documents.take(labels[:, 0])
+        positives = documents.get_embeddings(labels[:, 0])
         blocks = documents.blocks(queries.device, rank(), world_size())
         temperature = 1.0 / self.scale
         return compute_full_softmax_loss(
@@ -300,7 +300,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     Raises:
         ConfigError: for another model, prompt or similarity, which the message names.
     """
-    about = store.about
+    about = store.metadata
     if about["kind"] != "document":
         raise ConfigError(
             f"{store.folder}: holds queries: encode the documents (--kind document), and use that "
@@ -320,7 +320,7 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
             f"{store.folder}: was encoded with another prompt, length or pooling of documents: "
             f"{remedy}"
         )
-    similarity = metric_of(model)
+    similarity = get_metric(model)
     if about["similarity"] != similarity:
         raise ConfigError(
             f"{store.folder}: is compared by {about['similarity']}, but this model by "

@@ -13,8 +13,9 @@ from contaccum.errors import DataError
 from contaccum.mining.cross_encoder import CandidateFilter
 from contaccum.mining.data import JsonObject, MiningData, load_mining_data
 from contaccum.mining.rules import SelectionRules, select_candidates
-from contaccum.retrieval.encode import Metric, encode_texts, metric_of
-from contaccum.retrieval.index import build_index, prepared, search
+from contaccum.retrieval.encode import Metric, encode_texts, get_metric
+from contaccum.retrieval.exact_search import prepare_vectors
+from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.searcher import bm25_scores
 
 DEFAULT_CROSS_ENCODER_MARGIN = 3.0
@@ -113,7 +114,7 @@ def mine_hard_negatives(
     if model is None:
         rankings = _rank_by_bm25(data, k, show_progress)
     else:
-        metric = metric_of(model, similarity)
+        metric = get_metric(model, similarity)
         settings["method"] = "dense"
         settings["similarity"] = metric
         settings["precision"] = precision
@@ -148,11 +149,11 @@ def _rank_by_model(
     texts = [document.passage for document in data.documents]
     passage_embeddings = encode_texts(model, texts, "document", **encode_options)
     query_embeddings = encode_texts(model, data.queries, "query", **encode_options)
-    query_embeddings = prepared(query_embeddings, metric, "query embedding")
+    query_embeddings = prepare_vectors(query_embeddings, metric, "query embedding")
     index = build_index(passage_embeddings[: data.pool_size], metric=metric)
     scores, rows = search(index, query_embeddings, k)
     for query, positive_rows in enumerate(data.positives):
-        positive_embeddings = prepared(
+        positive_embeddings = prepare_vectors(
             passage_embeddings[positive_rows], metric, "document embedding"
         )
         positive_scores = positive_embeddings @ query_embeddings[query]

@@ -304,7 +304,7 @@ def load_evaluator(
         primary_metric=primary_metric,
         batch_size=batch_size,
         similarity=similarity,
-        about={"of_queries": len(whole_set.queries), "of_documents": len(whole_set.corpus)},
+        notes={"of_queries": len(whole_set.queries), "of_documents": len(whole_set.corpus)},
     )
 
 

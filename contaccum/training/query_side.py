@@ -159,7 +159,7 @@ def _settle_missing(
     missing_texts: dict[str, None] = {}
     whole_rows = []
     for row, (_, positives) in enumerate(iterate_pairs(dataset)):
-        has_document = documents.has(text_ids(positives))
+        has_document = documents.contains(text_ids(positives))
         if has_document.all():
             whole_rows.append(row)
         for index in np.flatnonzero(~has_document):

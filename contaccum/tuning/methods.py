@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contaccum.comparison.options import Options
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.retrieval.encode import metric_of
+from contaccum.retrieval.encode import get_metric
 from contaccum.training.arguments import (
     DEFAULT_TEMPERATURE,
     NOT_OF_QUERY_SIDE,
@@ -61,7 +61,7 @@ def compute_starts(
         is_fresh: True if the base model was not trained for retrieval yet.
     """
     width = _get_hidden_size(encoder)
-    temperature = args.temperature or DEFAULT_TEMPERATURE[metric_of(encoder, args.similarity)]
+    temperature = args.temperature or DEFAULT_TEMPERATURE[get_metric(encoder, args.similarity)]
     starts = {}
     for method in methods:
         learning_rate = compute_start_rate(method, width, "lora_r" in options, is_fresh)

@@ -145,7 +145,7 @@ def load_corpus(
     texts = [passage_text(**train.corpus[document_id]) for document_id in document_ids]
     store_folder = args.work / "stores" / args.name / "haystack"
     store = StoreDocuments(EmbeddingStore.open(store_folder))
-    stored_indices, embeddings = store.embeddings_of(texts)
+    stored_indices, embeddings = store.find_embeddings(texts)
     if len(stored_indices) != len(texts):
         raise SystemExit(
             f"{store_folder} has {len(stored_indices)} of {len(texts)} documents; "

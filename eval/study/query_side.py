@@ -151,7 +151,7 @@ def copy_embeddings(
     documents = StoreDocuments(EmbeddingStore.open(source))
 
     def look_up(texts: list[str]) -> np.ndarray:
-        _, embeddings = documents.embeddings_of(texts)
+        _, embeddings = documents.find_embeddings(texts)
         return embeddings
 
     passages = []

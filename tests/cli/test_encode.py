@@ -76,7 +76,7 @@ def test_passages_are_encoded_as_documents_and_the_record_says_how(whole, model)
     np.testing.assert_allclose(
         store[:], model.encode_document([p.passage for p in PASSAGES]), atol=1e-5
     )
-    about = store.about
+    about = store.metadata
     assert about["model"] == model_fingerprint(model, "document")
     assert about["corpus"]["fingerprint"] == fingerprint(*(field for p in PASSAGES for field in p))
     assert about["tokenisation"] == tokenisation_fingerprint(model, "document")
@@ -133,7 +133,7 @@ def test_two_processes_end_with_the_store_of_one(root, whole, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = EmbeddingStore.open(tmp_path / "s"), EmbeddingStore.open(whole)
-    assert ours.about == theirs.about
+    assert ours.metadata == theirs.metadata
     np.testing.assert_array_equal(ours[:], theirs[:])
     # 16 + 13 and 16, whoever says the last word
     assert "29 encoded by rank 0" in done.stdout and "16 encoded by rank 1" in done.stdout
@@ -145,7 +145,7 @@ def test_an_id_that_occurs_again_is_refused_however_far_apart(root, tmp_path, mo
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
     for block in (7, 2**16):
-        monkeypatch.setattr(encode_module, "_IDS_AT_A_TIME", block)
+        monkeypatch.setattr(encode_module, "_IDS_PER_BLOCK", block)
         with pytest.raises(DataError, match="id 'd2' occurs again"):
             list(read_texts(path, "document", RecordReport("skip")))
 

@@ -160,7 +160,7 @@ def test_served_forms_are_scored_beside_float32_of_all_dimensions(evaluate, two,
     for row in others:
         assert row["difference"] == pytest.approx(row["MRR@10"] - first["MRR@10"])
         assert row["low"] <= row["difference"] <= row["high"] and row["queries_per_second"] > 0
-    assert "## two: as served" in (tmp_path / "out.md").read_text()
+    assert "## two: scores by size and type" in (tmp_path / "out.md").read_text()
 
 
 def test_a_model_card_gets_the_figures_and_the_command_and_keeps_what_else_it_says(
@@ -241,7 +241,7 @@ def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(
         ([*data, "--output", "out.txt"], "end its name in .json"),
         ([*data, *run, "model"], "one of the two"),
         ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
-        ([*data, "--dims", "12", "--quantize", "binary"], "take a multiple of 8"),
+        ([*data, "--dims", "12", "--quantize", "binary"], "must be a multiple of 8"),
         ([*run, *data, "--quantize", "int8"], "no embeddings for them"),
         ([*run, "--data", *two], "--run is of one set"),
         ([*run, *data], "for none of one's judged queries"),

@@ -51,7 +51,7 @@ def test_a_model_and_the_run_that_it_wrote_score_the_same(tiny_model_path, files
 def test_regex_answers_are_for_curated_trec_and_mistakes_are_one_line(files, tmp_path, capsys):
     run, output = tmp_path / "run.trec", str(tmp_path / "out.json")
     for line, words in (
-        ("q7 Q0 1 1 0.5 x\n", "'q7' is no question"),
+        ("q7 Q0 1 1 0.5 x\n", "'q7' is not the id of a question"),
         ("question-1 Q0 77 1 0.5 x\n", "no passages of the run left to use"),
     ):
         run.write_text(line)

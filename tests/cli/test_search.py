@@ -11,7 +11,7 @@ from small_data import write_beir
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
-from contaccum.retrieval import index as index_module
+from contaccum.retrieval import exact_search
 from contaccum.retrieval.index import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -64,7 +64,7 @@ def run(root: Path, output: Path, *options: object, model: str | None = "encoder
 
 
 def test_a_run_is_what_an_array_gives(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "SLICE_BYTES", 4 * 32 * 25)
+    monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 32 * 25)
     assert run(root, tmp_path / "run.trec", "--top_k", 7) == 0
     found, store = read_trec_run(tmp_path / "run.trec"), EmbeddingStore.open(root / "store")
     model, ids = (
