@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from contaccum.errors import ConfigError, check_choice, our_name
+from contaccum.errors import ConfigError, check_choice, translate_option_name
 from contaccum.training.arguments import (
     BANK_METHODS,
     LOSS_SETTINGS,
@@ -299,7 +299,7 @@ def _by_key(tokens: Sequence[str]) -> dict[str, list[str]]:
     for token in tokens:
         if token.startswith("--"):
             key, equals, value = token[2:].partition("=")
-            current = options[our_name(key, _KEYS)] = [value] if equals else []
+            current = options[translate_option_name(key, _KEYS)] = [value] if equals else []
         elif options:
             current.append(token)
         else:
