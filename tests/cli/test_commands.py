@@ -61,7 +61,7 @@ def test_quickstart_scores_trains_and_scores_again_anywhere(
     """With a tiny model and data; what `contaccum train` would refuse is refused before anything runs."""
     scifact = write_judged_sentences(tmp_path / "scifact")
     monkeypatch.setattr("contaccum.data.beir.shipped_scifact", lambda: scifact)
-    monkeypatch.setattr(quickstart, "_demo_model", lambda: tiny_model_path)
+    monkeypatch.setattr(quickstart, "_find_demo_model", lambda: tiny_model_path)
     monkeypatch.chdir(tmp_path)
     assert main(["quickstart", "--bank_sise", "3"]) == 2 and not Path("runs").exists()
     assert "did you mean 'bank_size'" in capsys.readouterr().err

@@ -239,13 +239,13 @@ def test_mistakes_are_one_line_and_exit_2_before_anything_is_encoded(
         ([*data, "--compare", str(tmp_path / "old.json")], "is on other data"),
         (["--data", *two], "two/corpus.jsonl:25"),  # the last set, before the first is encoded
         ([*data, "--output", "out.txt"], "end its name in .json"),
-        ([*data, *run, "model"], "one of the two"),
+        ([*data, *run, "model"], "name either a MODEL to search with, or a --run to score"),
         ([*data, "--dims", "64"], "--dims 64: the model's embeddings have 32 dimensions"),
         ([*data, "--dims", "12", "--quantize", "binary"], "take a multiple of 8"),
-        ([*run, *data, "--quantize", "int8"], "no embeddings for them"),
-        ([*run, "--data", *two], "--run is of one set"),
+        ([*run, *data, "--quantize", "int8"], "a --run has no embeddings"),
+        ([*run, "--data", *two], "--run has the results of one data set"),
         ([*run, *data], "for none of one's judged queries"),
-        ([*run, *data, "--output", str(tmp_path / "run.json")], "would replace the run itself"),
+        ([*run, *data, "--output", str(tmp_path / "run.json")], "would replace the --run"),
     ):
         assert evaluate(*argv) == 2
         shown = capsys.readouterr().err.splitlines()  # a bar of loading weights, and the error

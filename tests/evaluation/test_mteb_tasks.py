@@ -120,7 +120,7 @@ def test_what_mteb_cannot_do_is_one_line(evaluate, monkeypatch, capsys):
     for argv, words in (
         (["SciFcat"], "Did you mean: 'SciFact'"),
         (["STS12"], "STS12: is no retrieval task"),
-        (["SciFact", "--index", "IVF2,Flat"], "--index with --mteb"),
+        (["SciFact", "--index", "IVF2,Flat"], "--index cannot be combined with --mteb"),
         (["SciFact", "--data", "scifact"], "not allowed with argument"),
     ):
         assert evaluate("--mteb", *argv) == 2
