@@ -215,7 +215,7 @@ def test_ranks_equal_one_process_that_sees_their_micro_batches_and_one_another_t
 @pytest.mark.slow
 def test_what_one_rank_cannot_use_stops_all_of_them(ranks):
     for rank in ranks:
-        assert "differ in shapes or bytes per number" in rank["refusals"]["hard negatives"]
+        assert "differ in shape or in bytes per number" in rank["refusals"]["hard negatives"]
         assert "(n, 1, 6) of 8 bytes" in rank["refusals"]["hard negatives"]
         assert "(n, 2, 6) of 8 bytes" in rank["refusals"]["hard negatives"]
         assert "empty on every rank" in rank["refusals"]["empty"]

@@ -146,7 +146,7 @@ def test_json_is_refused_by_name_when_it_is_torn_or_of_another_kind(tmp_path):
     with pytest.raises(DataError, match=r"a\.json: not a JSON file"):
         read_json(path)
     write_json(path, [1])
-    with pytest.raises(DataError, match=r"a\.json: holds a list, where a dict is expected"):
+    with pytest.raises(DataError, match=r"a\.json: contains a list, expected a dict"):
         read_json(path)
     with pytest.raises(ValueError):
         write_json(path, {"loss": float("nan")})

@@ -142,7 +142,7 @@ def test_modelling_code_of_a_folder_is_refused(kind, harmless, train, tmp_path, 
     change(
         folder / "config.json", model_type="evil", auto_map=dict.fromkeys(automatic, "evil.Evil")
     )
-    line = f"{folder}: needs code that comes with it. Read that, then set trust_remote_code"
+    line = f"{folder}: needs code that comes with the model. Read that code, then set trust_remote_code"
     assert refused(kind, folder, mark) == line
     if kind != "cross":
         assert train(tmp_path / "out", model=folder) == 2

@@ -22,7 +22,7 @@ from sentence_transformers.sentence_transformer.modules import Router
 from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import beir_file
 from contaccum.data.sampling import text_ids
-from contaccum.encoders.towers import tower
+from contaccum.encoders.towers import get_tower
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
@@ -164,7 +164,7 @@ def model_fingerprint(model: Any, kind: Kind | None = None) -> str | None:
         return None
     module = model
     if kind is not None and isinstance(model, SentenceTransformer):
-        module = tower(model, kind)
+        module = get_tower(model, kind)
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -190,7 +190,7 @@ def tokenisation_fingerprint(model: Any, kind: Kind | None = None) -> str | None
     fingerprint = Fingerprint(
         model.prompts.get(kind), model.default_prompt_name, model.truncate_dim
     )
-    for module in tower(model, kind).modules():
+    for module in get_tower(model, kind).modules():
         if isinstance(module, (SentenceTransformer, Router)):
             continue  # their modules count, and a tied model's are those of each tower
         if hasattr(module, "get_config_dict"):

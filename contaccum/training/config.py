@@ -191,7 +191,7 @@ def _check_adapter(model: ModelArguments, args: ContAccumTrainingArguments) -> N
         refuse({f"lora_r must be at least 1, got {model.lora_r}": model.lora_r < 1})
         adapters.require_peft(f"lora_r={model.lora_r}")
     if model.load_in_4bit:
-        adapters.in_4bit()
+        adapters.make_4bit_kwargs()
 
 
 def as_options(name: str, keys: Collection[str]) -> list[str]:
@@ -325,7 +325,7 @@ def load_model(
     """
     options: dict[str, Any] = {"device": device}
     if arguments.load_in_4bit:
-        options["model_kwargs"] = adapters.in_4bit()
+        options["model_kwargs"] = adapters.make_4bit_kwargs()
     # Two towers come with weights each, and share them once they have adapters. They are loaded on
     # the CPU, so that the device gets one base.
     has_two_adapters = arguments.lora_r and not arguments.tied
@@ -358,7 +358,7 @@ def load_model(
             arguments.lora_target_modules,
         )
     elif adapters.has_adapter(model):
-        adapters.take_up_adapter(model)
+        adapters.make_adapter_trainable(model)
     else:
         refuse_alone(arguments, dict.fromkeys(("load_in_4bit", "merge_adapter"), "lora_r"))
     return model.to(device) if moves_late else model

@@ -16,7 +16,13 @@ from tiny_models import qwen3_config
 from transformers import AutoModel
 
 from contaccum import DualEncoder
-from contaccum.encoders.adapters import add_adapter, backbones, has_adapter, in_4bit, merge_adapter
+from contaccum.encoders.adapters import (
+    add_adapter,
+    get_backbones,
+    has_adapter,
+    make_4bit_kwargs,
+    merge_adapter,
+)
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 
@@ -102,7 +108,7 @@ def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied, bases, tmp_path)
     merge_adapter(model)
     assert not has_adapter(model) and frozen(model) == []
     assert len(list(model.parameters())) == (1 if tied else 2) * len(
-        list(backbones(model)[0].parameters())
+        list(get_backbones(model)[0].parameters())
     )
     model.save_pretrained(str(tmp_path))
     assert not list(tmp_path.rglob("adapter*"))
@@ -113,7 +119,7 @@ def test_a_merged_model_is_a_plain_one_that_encodes_alike(tied, bases, tmp_path)
 def test_towers_that_differ_keep_a_base_each(bases, tmp_path):
     model = DualEncoder.from_backbone(bases / "bert", tied=False, device="cpu")
     with torch.no_grad():
-        backbones(model)[1].encoder.layer[0].output.dense.weight.mul_(2)
+        get_backbones(model)[1].encoder.layer[0].output.dense.weight.mul_(2)
     model.save_pretrained(str(tmp_path / "full"))
     model = DualEncoder.from_pretrained(tmp_path / "full", device="cpu")
     before = embeddings(model)
@@ -187,7 +193,7 @@ def test_an_adapter_without_its_base_is_refused_in_one_line(bases, tmp_path):
         adapted(tmp_path / "base", tied).save_pretrained(str(tmp_path / "out"))
         (tmp_path / "base").rename(tmp_path / "gone")
         with pytest.raises(
-            UserError, match=r"out: an adapter, and its base cannot be had: .*base: no such model"
+            UserError, match=r"out: this is an adapter, and its base cannot be loaded: .*base: no such model"
         ):
             DualEncoder.from_pretrained(tmp_path / "out")
         (tmp_path / "gone").rename(tmp_path / "base")
@@ -215,4 +221,4 @@ def test_what_is_not_installed_is_named(bases, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"needs peft, which is not installed"):
         DualEncoder.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
-        in_4bit()
+        make_4bit_kwargs()

@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_had_is_refused_in_one_line(tmp_path, monkeypatch
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     for make in (DualEncoder.from_pretrained, DualEncoder.from_backbone, require_model):
         with pytest.raises(
-            UserError, match=r"some/model: no such folder, and the model hub .*no network"
+            UserError, match=r"some/model: there is no such folder, and the model hub .*no network"
         ):
             make("some/model")
 
