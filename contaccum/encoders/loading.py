@@ -123,7 +123,8 @@ def _refuse_foreign_classes(folder: Path) -> None:
         if not _is_library_module(type_name):
             raise UserError(
                 f"{file}: names the class {type_name!r}, which is not part of "
-                "sentence-transformers and could run any code. If you trust the model, set --trust_remote_code"
+                "sentence-transformers and could run any code. "
+                "If you trust the model, set --trust_remote_code"
             )
 
 
