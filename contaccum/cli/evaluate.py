@@ -138,26 +138,8 @@ def _make_parser() -> Parser:
         metavar="TASK",
         help="names of MTEB retrieval tasks or benchmarks, which mteb runs",
     )
+    _add_table_options(parser)
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        metavar="METRIC@K",
-        help="metrics that the tables show; the records hold all metrics",
-    )
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="EARLIER.json",
-        help="compare with these earlier results by the first of --metrics",
-    )
-    parser.add_argument(
-        "--update_card",
-        action="store_true",
-        help="write the metrics into the model card, README.md, in the folder MODEL",
-    )
     parser.add_argument(
         "--dims",
         nargs="+",
@@ -181,6 +163,29 @@ def _make_parser() -> Parser:
         "default: %(default)s",
     )
     return parser
+
+
+def _add_table_options(parser: Parser) -> None:
+    """Add the options of the tables, of comparisons and of the model card."""
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="METRIC@K",
+        help="metrics that the tables show; the records hold all metrics",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="EARLIER.json",
+        help="compare with these earlier results by the first of --metrics",
+    )
+    parser.add_argument(
+        "--update_card",
+        action="store_true",
+        help="write the metrics into the model card, README.md, in the folder MODEL",
+    )
 
 
 def _get_model_card(args: argparse.Namespace) -> Path:

@@ -86,28 +86,8 @@ def _make_parser() -> Parser:
         metavar="DIR",
         help="folder of all results; default: %(default)s",
     )
-    parser.add_argument(
-        "--data_format", metavar="FORMAT", help="format of the data; default: detected"
-    )
-    parser.add_argument(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="column names in the data, such as query=question positive=answer",
-    )
-    parser.add_argument(
-        "--dev",
-        type=float,
-        metavar="SIZE",
-        help="number of dev queries, or their share if below 1; default: 0.1, at most 500 queries",
-    )
-    parser.add_argument(
-        "--test",
-        type=float,
-        metavar="SIZE",
-        help="number of test queries, or their share if below 1; "
-        "default: 0.2, at most 1,000 queries",
-    )
+    parser.add_data_options()
+    parser.add_held_out_options()
     parser.add_argument(
         "--require",
         choices=["better"],

@@ -70,6 +70,16 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and check that a MODEL is named if it is needed."""
+    args = _make_parser().parse(argv)
+    if args.method == "dense" and args.model is None:
+        raise ConfigError("--method dense needs a MODEL to encode with: name one")
+    if args.method == "bm25" and args.model is not None:
+        raise ConfigError("--method bm25 uses no MODEL: leave it out")
+    return args
+
+
+def _make_parser() -> Parser:
+    """Return the parser of all options."""
     from contaccum.mining import OUTPUT_FORMATS, SelectionRules
 
     parser = Parser(
@@ -101,15 +111,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PATH",
         help="mine in these passages (formats: see contaccum encode); default: the data's own",
     )
-    parser.add_argument(
-        "--data_format", metavar="FORMAT", help="format of the data; default: detected"
-    )
-    parser.add_argument(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="column names in the data, such as query=question positive=answer",
-    )
+    parser.add_data_options()
     parser.add_argument(
         "--split",
         default="train",
@@ -134,12 +136,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     for rule in fields(SelectionRules):
         parser.add_argument(f"--{rule.name}", default=rule.default, **rule.metadata)
-    args = parser.parse(argv)
-    if args.method == "dense" and args.model is None:
-        raise ConfigError("--method dense needs a MODEL to encode with: name one")
-    if args.method == "bm25" and args.model is not None:
-        raise ConfigError("--method bm25 uses no MODEL: leave it out")
-    return args
+    return parser
 
 
 def _get_selection_rules(args: argparse.Namespace) -> dict[str, Any]:

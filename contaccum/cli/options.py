@@ -54,6 +54,35 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--model", help=argparse.SUPPRESS)
 
+    def add_data_options(self) -> None:
+        """Add the options that say how training data are read."""
+        self.add_argument(
+            "--data_format", metavar="FORMAT", help="format of the data; default: detected"
+        )
+        self.add_argument(
+            "--data_columns",
+            nargs="+",
+            metavar="ROLE=NAME",
+            help="column names in the data, such as query=question positive=answer",
+        )
+
+    def add_held_out_options(self) -> None:
+        """Add the sizes of the dev and test sets."""
+        self.add_argument(
+            "--dev",
+            type=float,
+            metavar="SIZE",
+            help="number of dev queries, or their share if below 1; "
+            "default: 0.1, at most 500 queries",
+        )
+        self.add_argument(
+            "--test",
+            type=float,
+            metavar="SIZE",
+            help="number of test queries, or their share if below 1; "
+            "default: 0.2, at most 1,000 queries",
+        )
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line.
 

@@ -78,6 +78,21 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line."""
+    args = _make_parser().parse(argv)
+    if args.output.suffix != ".trec":
+        raise ConfigError(
+            f"--output {args.output}: the output is a run in TREC's format; end its name in .trec"
+        )
+    if args.index_file and args.index == "Flat":
+        raise ConfigError(
+            "--index Flat searches the store itself and needs no file: "
+            "leave --index_file out, or name another --index"
+        )
+    return args
+
+
+def _make_parser() -> Parser:
+    """Return the parser of all options."""
     parser = Parser(
         "search",
         "Search a store that contaccum encode wrote, and write a run in TREC's format.",
@@ -127,17 +142,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PATH",
         help="memory-map the index in this file; if there is no such file, build and write it",
     )
-    args = parser.parse(argv)
-    if args.output.suffix != ".trec":
-        raise ConfigError(
-            f"--output {args.output}: the output is a run in TREC's format; end its name in .trec"
-        )
-    if args.index_file and args.index == "Flat":
-        raise ConfigError(
-            "--index Flat searches the store itself and needs no file: "
-            "leave --index_file out, or name another --index"
-        )
-    return args
+    return parser
 
 
 def _load_queries(args: argparse.Namespace, store: EmbeddingStore) -> tuple[list[str], np.ndarray]:

@@ -65,19 +65,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PATH",
         help="documents; dev and test are searched in all of them",
     )
-    parser.add_argument(
-        "--dev",
-        type=float,
-        metavar="SIZE",
-        help="number of dev queries, or their share if below 1; default: 0.1, at most 500 queries",
-    )
-    parser.add_argument(
-        "--test",
-        type=float,
-        metavar="SIZE",
-        help="number of test queries, or their share if below 1; "
-        "default: 0.2, at most 1,000 queries",
-    )
+    parser.add_held_out_options()
     parser.add_argument(
         "--haystack",
         type=int,
@@ -100,15 +88,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="fold of cross-validation; the test queries of different folds are disjoint; "
         "default: %(default)s",
     )
-    parser.add_argument(
-        "--data_format", metavar="FORMAT", help="format of the data; default: detected"
-    )
-    parser.add_argument(
-        "--data_columns",
-        nargs="+",
-        metavar="ROLE=NAME",
-        help="column names in the data, such as query=question positive=answer",
-    )
+    parser.add_data_options()
     parser.add_argument(
         "--split",
         default="train",
