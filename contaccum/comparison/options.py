@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from contaccum.errors import ConfigError, our_name
+from contaccum.errors import ConfigError, translate_option_name
 from contaccum.training.arguments import BANK_METHODS, OF_A_BANK, ContAccumTrainingArguments
 from contaccum.training.config import as_options, parse
 from contaccum.training.options import DataArguments, ModelArguments
@@ -72,7 +72,7 @@ def _parse_tokens(tokens: Sequence[str]) -> dict[str, list[str]]:
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
             values = [value] if equals else []
-            options[our_name(name, _KEYS)] = values
+            options[translate_option_name(name, _KEYS)] = values
         elif values is not None:
             values.append(token)
         else:

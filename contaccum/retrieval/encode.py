@@ -24,7 +24,7 @@ from contaccum.data import Passage, RecordReport, load_questions, read_passages
 from contaccum.data.beir import find_beir_file
 from contaccum.data.records import quoted
 from contaccum.data.sampling import text_ids
-from contaccum.encoders.towers import tower
+from contaccum.encoders.towers import get_tower
 from contaccum.errors import DataError, UserError, check_choice
 from contaccum.files import Fingerprint
 
@@ -218,7 +218,7 @@ def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:
         return None
     module: nn.Module = model
     if kind is not None and isinstance(model, SentenceTransformer):
-        module = tower(model, kind)
+        module = get_tower(model, kind)
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -245,7 +245,7 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
         return Fingerprint(query_fingerprint, document_fingerprint).hex()
     prompt = model.prompts.get(kind)
     fingerprint = Fingerprint(prompt, model.default_prompt_name, model.truncate_dim)
-    for module in tower(model, kind).modules():
+    for module in get_tower(model, kind).modules():
         # Containers are skipped and their modules are hashed one by one: then a model without a
         # Router has the same fingerprint as one whose towers are tied.
         if not isinstance(module, (SentenceTransformer, Router)):

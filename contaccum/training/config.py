@@ -23,7 +23,12 @@ from contaccum.encoders.loading import require_model
 from contaccum.encoders.query_tower import add_query_adapter, untie
 from contaccum.encoders.settings import configure, set_max_lengths
 from contaccum.encoders.towers import is_tied
-from contaccum.errors import ConfigError, hint, in_our_names, our_name
+from contaccum.errors import (
+    ConfigError,
+    suggest_options,
+    translate_arguments,
+    translate_option_name,
+)
 from contaccum.evaluation.beir_sets import load_data as load_beir
 from contaccum.evaluation.evaluator import NanoBEIR, RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
@@ -86,7 +91,7 @@ def parse(
     options: list[str] = []
     while command_line and not command_line[0].startswith("-"):
         options += as_options(command_line.pop(0), keys)
-    options += in_our_names(command_line, keys)
+    options += translate_arguments(command_line, keys)
     try:
         parsed = parser.parse_args_into_dataclasses(options, return_remaining_strings=True)
     except ConfigError:
@@ -96,7 +101,7 @@ def parse(
     model, data, args, unknown = parsed
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown key {key!r} on the command line{hint(key, keys)}")
+        raise ConfigError(f"unknown key {key!r} on the command line{suggest_options(key, keys)}")
     _require_paths(model, data, args)
     _refuse_combinations(model, data, args)
     _refuse_to_remove_models(model, args)
@@ -186,7 +191,7 @@ def _check_adapter(model: ModelArguments, args: ContAccumTrainingArguments) -> N
         refuse({f"lora_r must be at least 1, got {model.lora_r}": model.lora_r < 1})
         adapters.require_peft(f"lora_r={model.lora_r}")
     if model.load_in_4bit:
-        adapters.in_4bit()
+        adapters.make_4bit_kwargs()
 
 
 def as_options(name: str, keys: Collection[str]) -> list[str]:
@@ -202,9 +207,9 @@ def as_options(name: str, keys: Collection[str]) -> list[str]:
     content = _read_yaml(name)
     options: list[str] = []
     for name_in_file, value in content.items():
-        key = our_name(str(name_in_file), keys)
+        key = translate_option_name(str(name_in_file), keys)
         if key not in keys:
-            raise ConfigError(f"unknown key {key!r} in {name}{hint(key, keys)}")
+            raise ConfigError(f"unknown key {key!r} in {name}{suggest_options(key, keys)}")
         if isinstance(value, list):
             options += [f"--{key}", *map(_as_text, value)]
         elif value is not None:
@@ -320,7 +325,7 @@ def load_model(
     """
     options: dict[str, Any] = {"device": device}
     if arguments.load_in_4bit:
-        options["model_kwargs"] = adapters.in_4bit()
+        options["model_kwargs"] = adapters.make_4bit_kwargs()
     # Two towers come with weights each, and share them once they have adapters. They are loaded on
     # the CPU, so that the device gets one base.
     has_two_adapters = arguments.lora_r and not arguments.tied
@@ -353,7 +358,7 @@ def load_model(
             arguments.lora_target_modules,
         )
     elif adapters.has_adapter(model):
-        adapters.take_up_adapter(model)
+        adapters.make_adapter_trainable(model)
     else:
         refuse_alone(arguments, dict.fromkeys(("load_in_4bit", "merge_adapter"), "lora_r"))
     return model.to(device) if moves_late else model

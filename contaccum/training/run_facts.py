@@ -7,7 +7,7 @@ from typing import Any
 
 from sentence_transformers import SentenceTransformer
 
-from contaccum.encoders.adapters import describe
+from contaccum.encoders.adapters import describe_adapters
 from contaccum.files import provenance
 from contaccum.losses.guide import Guide
 from contaccum.retrieval.documents import StoreDocuments
@@ -73,7 +73,7 @@ class RunFacts:
         model = {
             "base": getattr(self._model.model_card_data, "base_model", None),
             "parameters": self._num_parameters,
-            "adapters": describe(self._model),
+            "adapters": describe_adapters(self._model),
             "guide": self._guide and self._guide.name,
         }
         record = {
@@ -104,7 +104,7 @@ class RunFacts:
         settings["rows"] = num_rows(self._train_dataset)
         settings["trained parameters"] = self._num_trained_parameters
         settings["engine"] = self._engine
-        settings["adapters"] = describe(self._model)
+        settings["adapters"] = describe_adapters(self._model)
         settings["documents of the store"] = None
         if self._documents is not None:
             settings["documents of the store"] = self._documents.fingerprint

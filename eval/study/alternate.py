@@ -30,7 +30,7 @@ from contaccum import DualEncoder
 from contaccum.data import load_beir_folder
 from contaccum.data.beir import BeirDataset
 from contaccum.data.records import passage_text
-from contaccum.encoders.towers import tower
+from contaccum.encoders.towers import get_tower
 from contaccum.files import provenance, write_json
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.retrieval.documents import StoreDocuments
@@ -174,8 +174,8 @@ def train_document_tower(
     model: DualEncoder, corpus: Corpus, rate: float, updates: int, seed: int
 ) -> list[float]:
     """Train the document tower; return the loss of all pairs before each update."""
-    tower(model, "query").requires_grad_(False)
-    document_tower = tower(model, "document")
+    get_tower(model, "query").requires_grad_(False)
+    document_tower = get_tower(model, "document")
     document_tower.requires_grad_(True)
     document_tower.eval()  # no dropout, as in query-side training
     weights = list(document_tower.parameters())
