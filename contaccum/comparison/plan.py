@@ -16,11 +16,11 @@ from contaccum.errors import ConfigError, check_choice, our_name
 from contaccum.training.arguments import (
     BANK_METHODS,
     LOSS_SETTINGS,
-    OF_A_BANK,
+    BANK_SETTINGS,
     ContAccumTrainingArguments,
-    name_of,
+    get_name,
 )
-from contaccum.training.config import as_options, parse
+from contaccum.training.config import read_config_options, parse
 from contaccum.training.options import METHODS, DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
 
 def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
     """Config files, but for their method, seed, folder and evaluation; then ``--key value`` of the command line."""
-    read = _by_key([token for name in files for token in as_options(name, _KEYS)])
+    read = _by_key([token for name in files for token in read_config_options(name, _KEYS)])
     kept = {
         key: x
         for key, x in read.items()
@@ -95,7 +95,7 @@ def read_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[s
 
 def all_options(files: Sequence[str], given: Sequence[str]) -> dict[str, list[str]]:
     """Return the options of config files, overridden by ``--key value`` of the command line."""
-    of_files = [token for name in files for token in as_options(name, _KEYS)]
+    of_files = [token for name in files for token in read_config_options(name, _KEYS)]
     return _by_key(of_files) | _by_key(given)
 
 
@@ -271,7 +271,7 @@ def _shown(value: Any) -> str:
         return ", ".join(map(str, value))
     if isinstance(value, bool):
         return str(value).lower()
-    return name_of(value)
+    return get_name(value)
 
 
 def _default(setting: Field[Any]) -> str:
@@ -309,7 +309,7 @@ def _by_key(tokens: Sequence[str]) -> dict[str, list[str]]:
 
 def _applies(key: str, method: str) -> bool:
     """Whether a training argument means anything to a method."""
-    return method in BANK_METHODS or key not in OF_A_BANK
+    return method in BANK_METHODS or key not in BANK_SETTINGS
 
 
 def _labels(entry: Entry, cell: Mapping[str, str], grid: Options) -> dict[str, str]:

@@ -31,7 +31,7 @@ from contaccum.evaluation.beir_sets import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, redact, write_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training.arguments import name_of
+from contaccum.training.arguments import get_name
 from contaccum.training.config import load_data, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
@@ -198,7 +198,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data_order(args: Any, data: Any) -> str:
     """Equal for runs whose updates hold the same pairs: epoch and seed decide, unless batches are composed by size."""
-    by_size = name_of(args.batch_sampler) != "batch_sampler" or args.dataloader_drop_last
+    by_size = get_name(args.batch_sampler) != "batch_sampler" or args.dataloader_drop_last
     size = args.per_device_train_batch_size if by_size or isinstance(data.dataset, dict) else None
     return fingerprint(data.fingerprint, args.order_seed, size)
 

@@ -145,7 +145,7 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
     return parts
 
 
-def longest_rows(dataset: Any, num_rows: int) -> list[Row]:
+def get_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     """Return rows of each column's longest texts: no batch of the data is longer in any column.
 
     Of several data sets, the one with the most columns is read.
@@ -194,7 +194,7 @@ def find_micro_batch(
     """
     states = RandomStates.capture()
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = longest_rows(dataset, num_pairs)
+    rows = get_longest_rows(dataset, num_pairs)
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
 
     def try_size(size: int) -> None:

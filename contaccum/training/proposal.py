@@ -109,7 +109,7 @@ def propose(
     query_ids, passage_ids = map(np.unique, loaded.pairs.T)
     rows = np.random.default_rng(0).permutation(len(loaded.dataset))[:_SAMPLE]
     texts = loaded.transform.first_texts(sorted(rows.tolist()))
-    prompts = prompts_of(model)
+    prompts = find_prompts(model)
     tokenizer = _tokenizer_of(model)
     query_length = _length_of_most(texts["query"], prompts[0], tokenizer)
     passage_length = _length_of_most(texts["positive"], prompts[1], tokenizer)
@@ -139,7 +139,7 @@ def propose(
     )
 
 
-def prompts_of(model: str) -> tuple[str, str]:
+def find_prompts(model: str) -> tuple[str, str]:
     """Return what a model's family puts before queries and passages; ("", "") if unknown."""
     families = yaml.safe_load(PROMPTS_FILE.read_text(encoding="utf-8"))
     for pattern, (query_prompt, passage_prompt) in families.items():

@@ -24,8 +24,8 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
 from contaccum.training.arguments import (
     DEFAULT_TEMPERATURE,
-    NOT_OF_QUERY_SIDE,
-    OF_A_BANK,
+    NON_QUERY_SIDE_SETTINGS,
+    BANK_SETTINGS,
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,
 )
@@ -231,7 +231,7 @@ def _starts(
 def _options_of_base(options: Options, output: Path) -> Options:
     """Return options with which the model is loaded as it is, and dev data are read."""
     kept = {
-        key: values for key, values in options.items() if key not in (*_OF_AN_ADAPTER, *OF_A_BANK)
+        key: values for key, values in options.items() if key not in (*_OF_AN_ADAPTER, *BANK_SETTINGS)
     }
     # Any method that needs nothing beside the training data.
     kept |= {"method": ["grad_accum"], "output_dir": [str(output / SEARCH_FOLDER)]}
@@ -317,13 +317,13 @@ def options_of_method(
     dropped = set(QUERY_SIDE_SETTINGS)
     if method == "query_side":
         dropped |= {
-            *NOT_OF_QUERY_SIDE,
-            *OF_A_BANK,
+            *NON_QUERY_SIDE_SETTINGS,
+            *BANK_SETTINGS,
             "gradient_accumulation_steps",
             "num_hard_negatives",
         }
     elif method != "contaccum":
-        dropped |= set(OF_A_BANK)
+        dropped |= set(BANK_SETTINGS)
     kept = {key: list(values) for key, values in options.items() if key not in dropped}
     kept["method"] = [method]
     if mined is not None and kept.get("num_hard_negatives", ["0"]) != ["0"]:

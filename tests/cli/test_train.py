@@ -30,7 +30,7 @@ def test_it_leaves_a_model_and_its_record_and_goes_on_from_a_checkpoint(
         path.name for path in output.iterdir()
     }
     assert not list(output.rglob("training_args.bin"))
-    assert train(output) == 2 and f"{output}: a finished run lies there" in capsys.readouterr().err
+    assert train(output) == 2 and f"{output}: the folder contains a finished run" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert [line["update"] for line in read_lines(output / "train_log.jsonl")] == [*range(1, 7)]
     # What it trained, it trains again: now the folder is a SentenceTransformer. And it can guide.
@@ -63,7 +63,7 @@ def test_a_run_is_replaced_only_where_the_user_says_so(places, train, tmp_path, 
     (output / "modules.json").unlink()  # so that it looks as if it had been killed after update 2
     assert train(output, **saves) == 2
     error = capsys.readouterr().err
-    assert f"{output}: an unfinished run lies there, with checkpoint-2" in error
+    assert f"{output}: the folder contains an unfinished run with checkpoint-2" in error
     assert "resume_from_checkpoint=last" in error and "overwrite_output_dir=true" in error
     removed = {"model": output / "checkpoint-2", "overwrite_output_dir": "true"}
     assert (

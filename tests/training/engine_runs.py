@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_deepspeed_available
 from forked_runs import ROOT, on_ranks
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, arguments_in, pairs
+from tiny_runs import SAVES, make_arguments, pairs
 
 import contaccum.losses.contaccum
 from contaccum import ContAccumTrainer
@@ -74,10 +74,10 @@ def spoil(trainer: ContAccumTrainer) -> None:
 def train(engine: str, case: str, model: Any) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     folder = ROOT / f"{engine}-{case}"
-    args = arguments_in(folder, **{**GIVEN, **CASES[case], **ENGINES[engine]})
+    args = make_arguments(folder, **{**GIVEN, **CASES[case], **ENGINES[engine]})
     if engine == "fsdp":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = ContAccumTrainer(model, args, pairs(48, negatives=1))
+    trainer = ContAccumTrainer(model, args, make_pairs(48, negatives=1))
     if case == "resumed":
         spoil(trainer)
     trainer.train(str(ROOT / f"{engine}-tied" / "checkpoint-1") if case == "resumed" else None)

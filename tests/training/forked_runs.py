@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from datasets import disable_progress_bars
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, at_micro_step, log_of, pairs, state_of, trainer_in
+from tiny_runs import SAVES, call_at_micro_step, read_log, pairs, get_state, make_trainer
 from transformers.utils import logging as transformers_logging
 
 import contaccum.losses.contaccum
@@ -46,14 +46,14 @@ GIVEN = {
 def run_in(
     folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **given: Any
 ) -> ContAccumTrainer:
-    data = pairs(rows, negatives)
-    return trainer_in(folder, data.to_iterable_dataset() if stream else data, **{**GIVEN, **given})
+    data = make_pairs(rows, negatives)
+    return make_trainer(folder, data.to_iterable_dataset() if stream else data, **{**GIVEN, **given})
 
 
 def outcome(folder: Path, trainer: ContAccumTrainer) -> None:
     """All that a run came to, for comparison."""
-    state, measured = state_of(trainer), ("seconds", "pairs_per_second", "peak_memory_mb")
-    log = [{k: v for k, v in line.items() if k not in measured} for line in log_of(folder)]
+    state, measured = get_state(trainer), ("seconds", "pairs_per_second", "peak_memory_mb")
+    log = [{k: v for k, v in line.items() if k not in measured} for line in read_log(folder)]
     if trainer.args.process_index == 0:
         torch.save({"state": state, "log": log}, folder / "outcome.pt")
 
@@ -97,7 +97,7 @@ def kill(kills: int) -> dict[str, Any]:
     anywhere within an update and the save after it. A run that ends before it is killed makes room for another.
     """
     codes = [wait(fork(lambda: train(ROOT / "straight")))]
-    log = log_of(ROOT / "straight")
+    log = read_log(ROOT / "straight")
     update = sorted(line["seconds"] for line in log)[len(log) // 2]  # the save after it included
     sample = random.Random(3)
     killed, reached, folders = 0, [], [ROOT / "killed-0"]
@@ -223,7 +223,7 @@ def ranks() -> dict[str, Any]:
             **{**sizes, "gather_across_devices": True, **more},
         )
         if number == 1 and stop_in is not None:
-            at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
+            call_at_micro_step(trainer, stop_in, lambda _: signal.raise_signal(signal.SIGTERM))
         trainer.train(resume_from_checkpoint="auto")
         (folder / f"run_id-{number}").write_text(str(trainer.run_id))
         outcome(folder, trainer)

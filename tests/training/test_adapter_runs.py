@@ -10,7 +10,7 @@ import torch
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from tiny_models import tiny_encoder
-from tiny_runs import RUN, assert_resumes, log_of, trainer_in
+from tiny_runs import RUN, assert_resumes, read_log, make_trainer
 from transformers import AutoModel, set_seed
 
 from contaccum import DualEncoder
@@ -43,7 +43,7 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
     places, tmp_path, tied, dtype, more
 ):
     def make(folder, **saves):
-        return trainer_in(
+        return make_trainer(
             folder, model=model_of(places, tied, dtype), max_steps=5, **RUN, **more, **saves
         )
 
@@ -51,7 +51,7 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
     after = assert_resumes(make, tmp_path, 3).model.state_dict()
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if "lora_" in name and ".pooler." not in name}
-    ratios = [line["grad_norm_ratio"] for line in log_of(tmp_path / "straight")]
+    ratios = [line["grad_norm_ratio"] for line in read_log(tmp_path / "straight")]
     assert len(ratios) == 5 and all(0.1 < ratio < 10 and ratio != 1 for ratio in ratios)
     assert not list(tmp_path.rglob("model.safetensors"))  # checkpoints are of the adapter
     record = json.loads((tmp_path / "straight" / "run.json").read_text())["model"]["adapters"]
@@ -60,7 +60,7 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
         other = model_of(places, tied, dtype)
         other[0].model.peft_config["default"].lora_alpha = 8
         with pytest.raises(UserError, match="adapters"):
-            trainer_in(tmp_path / "other", model=other, **RUN).train(
+            make_trainer(tmp_path / "other", model=other, **RUN).train(
                 str(tmp_path / "straight" / "checkpoint-3")
             )
 
@@ -68,7 +68,7 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapter"])
 def test_logged_gradient_norms_are_those_of_each_tower_s_own_weights(places, tmp_path, adapted):
     model = model_of(places, tied=False) if adapted else tiny_encoder(tied=False)
-    trainer = trainer_in(tmp_path, 12, model=model, max_grad_norm=0.0)
+    trainer = make_trainer(tmp_path, 12, model=model, max_grad_norm=0.0)
     norms = {}
 
     def watch(*_: Any) -> None:
@@ -78,7 +78,7 @@ def test_logged_gradient_norms_are_those_of_each_tower_s_own_weights(places, tmp
 
     trainer.create_optimizer().register_step_pre_hook(watch)
     trainer.train()
-    (line,) = log_of(tmp_path)
+    (line,) = read_log(tmp_path)
     assert line["grad_norm_query"] == pytest.approx(norms["query"], rel=1e-5)
     assert line["grad_norm_passage"] == pytest.approx(norms["passage"], rel=1e-5)
     assert line["grad_norm_ratio"] == pytest.approx(norms["passage"] / norms["query"], rel=1e-5)

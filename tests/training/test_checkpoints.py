@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import RUN, SAVES, at_micro_step, differing, log_of, state_of, trainer_in
+from tiny_runs import RUN, SAVES, call_at_micro_step, list_differences, read_log, get_state, make_trainer
 
 from contaccum.errors import UserError
 from contaccum.training import checkpoint
 from contaccum.training.checkpoint import (
     BANK_FILE,
     MARKER,
-    fault_of,
+    find_defect,
     find_checkpoints,
     remove_oldest,
-    seal,
+    write_marker,
 )
 
 
@@ -35,7 +35,7 @@ def ended(run, tmp_path) -> Path:
 
 def test_a_checkpoint_holds_transformers_files_the_bank_and_what_identifies_the_run(run):
     folder = run[0] / "checkpoint-2"
-    assert fault_of(folder) is None
+    assert find_defect(folder) is None
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files >= {
         "model.safetensors",
@@ -62,7 +62,7 @@ def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
 ):
     (ended / "checkpoint-8" / MARKER).unlink()
     os.truncate(ended / "checkpoint-7" / "optimizer.pt", 100)
-    resumed = trainer_in(ended, **RUN, **SAVES)
+    resumed = make_trainer(ended, **RUN, **SAVES)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
     assert f"passed over {ended / 'checkpoint-8'}: it has no whole {MARKER}" in caplog.text
@@ -74,22 +74,22 @@ def test_the_newest_whole_checkpoint_is_resumed_and_those_passed_over_are_named(
         in capsys.readouterr().out
     )
     # Each update has one line in the log, though two were done twice; what was damaged is whole again.
-    assert [line["update"] for line in log_of(ended)] == list(range(1, 9))
-    assert [fault_of(path) for path in find_checkpoints(ended)] == [None] * 3
-    assert differing(run[1], state_of(resumed)) == []
+    assert [line["update"] for line in read_log(ended)] == list(range(1, 9))
+    assert [find_defect(path) for path in find_checkpoints(ended)] == [None] * 3
+    assert list_differences(run[1], get_state(resumed)) == []
     (ended / "checkpoint-8" / "scheduler.pt").unlink()
     with pytest.raises(
         UserError, match=r"no checkpoint to resume from .* scheduler\.pt is not what was written"
     ):
-        trainer_in(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
+        make_trainer(ended, **RUN, **SAVES).train(resume_from_checkpoint=str(ended / "checkpoint-8"))
 
 
 def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(tmp_path, caplog):
-    trainer_in(tmp_path, max_steps=1, **SAVES).train(resume_from_checkpoint="auto")
-    two = trainer_in(tmp_path, max_steps=2, **SAVES)
+    make_trainer(tmp_path, max_steps=1, **SAVES).train(resume_from_checkpoint="auto")
+    two = make_trainer(tmp_path, max_steps=2, **SAVES)
     two.train(resume_from_checkpoint="auto")
-    assert two.state.global_step == 2 and [line["update"] for line in log_of(tmp_path)] == [1, 2]
-    again = trainer_in(tmp_path, max_steps=2, **SAVES)
+    assert two.state.global_step == 2 and [line["update"] for line in read_log(tmp_path)] == [1, 2]
+    again = make_trainer(tmp_path, max_steps=2, **SAVES)
     with caplog.at_level(logging.WARNING):
         again.train(resume_from_checkpoint="auto")  # transformers by itself would do a third update
     assert "this run ended after update 2" in caplog.text and again.state.global_step == 2
@@ -97,12 +97,12 @@ def test_auto_starts_where_there_is_nothing_and_an_ended_run_does_no_more(tmp_pa
         torch.equal(a, b)
         for a, b in zip(again.model.parameters(), two.model.parameters(), strict=True)
     )
-    by_epochs = [trainer_in(tmp_path / "epochs", 12, **SAVES) for _ in range(2)]
+    by_epochs = [make_trainer(tmp_path / "epochs", 12, **SAVES) for _ in range(2)]
     for one in by_epochs:
         one.train(resume_from_checkpoint="auto")
-    assert differing(*map(state_of, by_epochs)) == [] and len(log_of(tmp_path / "epochs")) == 1
+    assert list_differences(*map(get_state, by_epochs)) == [] and len(read_log(tmp_path / "epochs")) == 1
     with pytest.raises(UserError, match="no checkpoint to resume from"):
-        trainer_in(tmp_path / "empty").train(resume_from_checkpoint="last")
+        make_trainer(tmp_path / "empty").train(resume_from_checkpoint="last")
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -115,7 +115,7 @@ def killed(*_: Any) -> None:
 
 def stop_in(trainer: Any, micro_step: int) -> None:
     """Train until a SIGTERM in that micro-step has stopped the run, with a checkpoint."""
-    at_micro_step(trainer, micro_step, lambda _: signal.raise_signal(signal.SIGTERM))
+    call_at_micro_step(trainer, micro_step, lambda _: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         trainer.train()
 
@@ -137,42 +137,42 @@ def test_the_limit_removes_other_runs_checkpoints_first_and_never_the_newest_or_
     for update in (1, 2, 3, 8, 9):
         folder = tmp_path / f"checkpoint-{update}"
         folder.mkdir()
-        seal(folder, {"run_id": "ours" if update <= 3 else "other", "update": update})
+        write_marker(folder, {"run_id": "ours" if update <= 3 else "other", "update": update})
     remove_oldest(str(tmp_path), "ours", limit, None if best is None else str(tmp_path / best))
     assert checkpoint_names(tmp_path) == [f"checkpoint-{update}" for update in left]
 
 
 @pytest.mark.parametrize("word", ["last", "auto"])
 def test_last_and_auto_resume_the_run_of_the_folder_and_no_other(word, tmp_path, caplog):
-    trainer_in(tmp_path, **SAVES).train()  # three updates, with a checkpoint each
-    stopped = trainer_in(tmp_path, learning_rate=1e-4, save_total_limit=1)
+    make_trainer(tmp_path, **SAVES).train()  # three updates, with a checkpoint each
+    stopped = make_trainer(tmp_path, learning_rate=1e-4, save_total_limit=1)
     stop_in(stopped, 1)
     # The limit removes checkpoints of the other run first, although their numbers are greater.
     assert checkpoint_names(tmp_path) == ["checkpoint-1"]
-    other = trainer_in(tmp_path / "other", **SAVES)
+    other = make_trainer(tmp_path / "other", **SAVES)
     other.train()
     shutil.copytree(tmp_path / "other" / "checkpoint-3", tmp_path / "checkpoint-3")
-    resumed = trainer_in(tmp_path, learning_rate=1e-4, max_steps=1)
+    resumed = make_trainer(tmp_path, learning_rate=1e-4, max_steps=1)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=word)
     assert f"passed over {tmp_path / 'checkpoint-3'}: it is of another run" in caplog.text
     assert resumed.run_id == stopped.run_id and resumed.state.global_step == 1
     assert all(map(torch.equal, resumed.model.parameters(), stopped.model.parameters()))
-    named = trainer_in(tmp_path, max_steps=3)  # a folder that the user names is taken
+    named = make_trainer(tmp_path, max_steps=3)  # a folder that the user names is taken
     named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert named.state.global_step == 3 and named.run_id == other.run_id != stopped.run_id
 
 
 def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
-    trainer_in(tmp_path, **SAVES).train()
+    make_trainer(tmp_path, **SAVES).train()
     (tmp_path / "checkpoint-2-copy").mkdir()
-    overwriting = trainer_in(tmp_path, overwrite_output_dir=True)
+    overwriting = make_trainer(tmp_path, overwrite_output_dir=True)
     there: list[list[str]] = [checkpoint_names(tmp_path)]
-    at_micro_step(overwriting, 1, lambda _: there.append(checkpoint_names(tmp_path)))
+    call_at_micro_step(overwriting, 1, lambda _: there.append(checkpoint_names(tmp_path)))
     stop_in(overwriting, 4)
     assert there == [["checkpoint-1", "checkpoint-2", "checkpoint-3"], []]
     # What was stopped goes on by `last`, though it overwrites.
-    trainer_in(tmp_path, overwrite_output_dir=True, **SAVES).train(resume_from_checkpoint="last")
+    make_trainer(tmp_path, overwrite_output_dir=True, **SAVES).train(resume_from_checkpoint="last")
     assert (
         checkpoint_names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
         and (tmp_path / "checkpoint-2-copy").is_dir()
@@ -180,11 +180,11 @@ def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
     with pytest.raises(
         UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"
     ):
-        trainer_in(tmp_path, overwrite_output_dir=True).train(resume_from_checkpoint="auto")
+        make_trainer(tmp_path, overwrite_output_dir=True).train(resume_from_checkpoint="auto")
     with pytest.raises(
         UserError, match="overwrite_output_dir=true with resume_from_checkpoint=auto"
     ):
-        trainer_in(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
+        make_trainer(tmp_path, overwrite_output_dir=True, resume_from_checkpoint="auto")
 
 
 @pytest.mark.parametrize(
@@ -193,34 +193,34 @@ def test_overwriting_removes_old_checkpoints_when_training_starts(tmp_path):
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(
     moment, tmp_path, monkeypatch
 ):
-    straight = trainer_in(tmp_path / "straight", **SAVES)
+    straight = make_trainer(tmp_path / "straight", **SAVES)
     straight.train()
-    trainer_in(tmp_path / "run", **SAVES, learning_rate=0.1).train()
-    overwriting = trainer_in(tmp_path / "run", overwrite_output_dir=True, **SAVES)
+    make_trainer(tmp_path / "run", **SAVES, learning_rate=0.1).train()
+    overwriting = make_trainer(tmp_path / "run", overwrite_output_dir=True, **SAVES)
     with monkeypatch.context() as patch:
         if moment == "before old checkpoints go":
             patch.setattr("contaccum.training.checkpoint.remove_replaced", killed)
         elif moment == "in the first update":
-            at_micro_step(overwriting, 2, killed)
+            call_at_micro_step(overwriting, 2, killed)
         else:
-            patch.setattr("contaccum.training.checkpoint.seal", killed)
+            patch.setattr("contaccum.training.checkpoint.write_marker", killed)
             patch.setattr(
                 checkpoint.shutil, "rmtree", lambda *_, **__: None
             )  # a half-written folder stays
         with pytest.raises(KeyboardInterrupt):
             overwriting.train()
     assert bool(checkpoint_names(tmp_path / "run")) == (moment != "in the first update")
-    again = trainer_in(tmp_path / "run", **SAVES)
+    again = make_trainer(tmp_path / "run", **SAVES)
     again.train(resume_from_checkpoint="auto")
-    assert differing(state_of(straight), state_of(again)) == []
-    assert [line["update"] for line in log_of(tmp_path / "run")] == [1, 2, 3]
+    assert list_differences(get_state(straight), get_state(again)) == []
+    assert [line["update"] for line in read_log(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_drops_its_later_ones(tmp_path, caplog):
-    first = trainer_in(tmp_path, **SAVES)
+    first = make_trainer(tmp_path, **SAVES)
     first.train()
-    branch = trainer_in(tmp_path, max_grad_norm=1e-3)
-    at_micro_step(branch, 1, lambda _: signal.raise_signal(signal.SIGTERM))
+    branch = make_trainer(tmp_path, max_grad_norm=1e-3)
+    call_at_micro_step(branch, 1, lambda _: signal.raise_signal(signal.SIGTERM))
     with caplog.at_level(logging.WARNING), pytest.raises(SystemExit):
         branch.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert f"removed {tmp_path / 'checkpoint-3'}: the run goes on from update 1" in caplog.text
@@ -228,7 +228,7 @@ def test_a_run_resumed_from_an_earlier_checkpoint_drops_its_later_ones(tmp_path,
         checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
         and branch.run_id == first.run_id
     )
-    resumed = trainer_in(tmp_path, max_steps=2)
+    resumed = make_trainer(tmp_path, max_steps=2)
     resumed.train(resume_from_checkpoint="last")
     assert all(map(torch.equal, resumed.model.parameters(), branch.model.parameters()))
 
@@ -239,7 +239,7 @@ def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_pat
         with pytest.raises(
             UserError, match=r"no checkpoint to resume from .*checkpoint-8: it is of another run"
         ):
-            trainer_in(tmp_path, **RUN).train(resume_from_checkpoint=word)
+            make_trainer(tmp_path, **RUN).train(resume_from_checkpoint=word)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_checkpoints_without_a_run_record_are_resumed_by_name_alone(run, tmp_pat
 )
 def test_a_change_that_cannot_work_is_refused_by_name(run, tmp_path, changed, shown):
     with pytest.raises(UserError, match=f"would mean nothing with .*{shown}"):
-        trainer_in(tmp_path, **{**RUN, **changed}).train(
+        make_trainer(tmp_path, **{**RUN, **changed}).train(
             resume_from_checkpoint=str(run[0] / "checkpoint-2")
         )
 
@@ -268,17 +268,17 @@ def test_other_changes_are_taken(run, tmp_path):
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 6,
     }
-    trainer_in(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
-    assert [line["update"] for line in log_of(tmp_path)] == [7, 8]
+    make_trainer(tmp_path, **changed).train(resume_from_checkpoint=str(run[0] / "checkpoint-6"))
+    assert [line["update"] for line in read_log(tmp_path)] == [7, 8]
 
 
 def test_weights_of_another_model_and_checkpoints_without_an_optimizer_are_refused(tmp_path):
-    trainer_in(tmp_path, max_steps=1, **SAVES, save_only_model=True).train()
+    make_trainer(tmp_path, max_steps=1, **SAVES, save_only_model=True).train()
     with pytest.raises(UserError, match="written with save_only_model"):
-        trainer_in(tmp_path).train(resume_from_checkpoint="last")
-    trainer_in(tmp_path, max_steps=1, **SAVES).train()
+        make_trainer(tmp_path).train(resume_from_checkpoint="last")
+    make_trainer(tmp_path, max_steps=1, **SAVES).train()
     with pytest.raises(UserError, match="trained parameters: "):
-        trainer_in(tmp_path, tied=False).train(resume_from_checkpoint="last")
+        make_trainer(tmp_path, tied=False).train(resume_from_checkpoint="last")
 
 
 def test_older_checkpoints_go_only_once_the_newer_one_is_whole(tmp_path, monkeypatch):
@@ -286,10 +286,10 @@ def test_older_checkpoints_go_only_once_the_newer_one_is_whole(tmp_path, monkeyp
 
     def watched(folder: Path, facts: Any) -> None:
         there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
-        seal(folder, facts)
+        write_marker(folder, facts)
 
-    monkeypatch.setattr(checkpoint, "seal", watched)
-    trainer_in(tmp_path, **SAVES, save_total_limit=1).train()
+    monkeypatch.setattr(checkpoint, "write_marker", watched)
+    make_trainer(tmp_path, **SAVES, save_total_limit=1).train()
     assert there == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
@@ -300,7 +300,7 @@ def test_older_checkpoints_go_only_once_the_newer_one_is_whole(tmp_path, monkeyp
 
 @pytest.mark.parametrize("what", ["bank", "optimizer"])
 def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(what, tmp_path, monkeypatch):
-    trainer = trainer_in(tmp_path, **SAVES)
+    trainer = make_trainer(tmp_path, **SAVES)
 
     def full(*args: Any, **kwargs: Any) -> None:
         if trainer.state.global_step == 2:
@@ -316,7 +316,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_good_checkpoint(what, tmp_p
     monkeypatch.setattr(*place, full)
     with pytest.raises(UserError, match=r"no room on the disk: .* resume from `last`"):
         trainer.train()
-    assert [(path.name, fault_of(path)) for path in find_checkpoints(tmp_path)] == [
+    assert [(path.name, find_defect(path)) for path in find_checkpoints(tmp_path)] == [
         ("checkpoint-1", None)
     ]
 
@@ -328,16 +328,16 @@ def test_a_signal_ends_the_update_saves_and_the_run_goes_on_bit_identical(
     number = getattr(signal, name)
     before = signal.getsignal(number)
     # Nothing is saved otherwise.
-    stopped = trainer_in(tmp_path, **RUN)
+    stopped = make_trainer(tmp_path, **RUN)
     # The second micro-step of the third update.
-    at_micro_step(stopped, 8, lambda _: signal.raise_signal(number))
+    call_at_micro_step(stopped, 8, lambda _: signal.raise_signal(number))
     with pytest.raises(SystemExit) as stop:
         stopped.train()
     assert stop.value.code == 128 + number
     said = capsys.readouterr()
     assert f"{name}: saving a checkpoint after this update" in said.err and "saved " in said.out
-    assert signal.getsignal(number) == before and fault_of(tmp_path / "checkpoint-3") is None
-    resumed = trainer_in(tmp_path, **RUN)
+    assert signal.getsignal(number) == before and find_defect(tmp_path / "checkpoint-3") is None
+    resumed = make_trainer(tmp_path, **RUN)
     resumed.train(resume_from_checkpoint="last")
-    assert differing(run[1], state_of(resumed)) == []
-    assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in run[2]]
+    assert list_differences(run[1], get_state(resumed)) == []
+    assert [line["loss"] for line in read_log(tmp_path)] == [line["loss"] for line in run[2]]

@@ -127,9 +127,9 @@ def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
 
 def test_auto_can_be_given_on_the_command_line(tmp_path):
     given = [config(tmp_path), "--total_train_batch_size=64"]
-    assert parse([*given, "--per_device_train_batch_size=auto"])[2].finds_micro_batch
+    assert parse([*given, "--per_device_train_batch_size=auto"])[2].has_auto_micro_batch
     args = parse([*given, "--per_device_train_batch_size", "16"])[2]
-    assert not args.finds_micro_batch and args.gradient_accumulation_steps == 4
+    assert not args.has_auto_micro_batch and args.gradient_accumulation_steps == 4
 
 
 SHIPPED = sorted(

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_lines
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, assert_resumes, pairs, texts_of, trainer_in
+from tiny_runs import SAVES, assert_resumes, pairs, record_texts, make_trainer
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import samplings_of
@@ -44,8 +44,8 @@ def assert_resumes_with_texts(load: Any, tmp_path: Path, *updates: int, **settin
     seen = []
 
     def make(folder: Path, **saves: Any) -> Any:
-        trainer = trainer_in(folder, load(), dropout=0.1, **settings, **saves)
-        seen.append(texts_of(trainer))
+        trainer = make_trainer(folder, load(), dropout=0.1, **settings, **saves)
+        seen.append(record_texts(trainer))
         return trainer
 
     straight = assert_resumes(make, tmp_path, *updates)
@@ -58,8 +58,8 @@ def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(tmp_pat
 
     def order(name: str, **settings: Any) -> list[tuple[str, ...]]:
         data = load_training_data(path, num_hard_negatives=2)
-        trainer = trainer_in(tmp_path / name, data.dataset, **settings)
-        seen = texts_of(trainer)
+        trainer = make_trainer(tmp_path / name, data.dataset, **settings)
+        seen = record_texts(trainer)
         trainer.train()
         return [row for batch in seen for row in batch]
 
@@ -73,14 +73,14 @@ def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(tmp_pat
 def test_every_known_positive_reaches_the_loss(tmp_path):
     data = load_training_data(write(tmp_path), num_hard_negatives=2)
     assert data.known_positives is not None
-    trainer = trainer_in(tmp_path / "run", data.dataset)
+    trainer = make_trainer(tmp_path / "run", data.dataset)
     assert trainer.loss._positives is not None
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["label"].shape == (4, 4) and batch["label"].dtype == torch.int64
     plain = load_training_data(write(tmp_path / "plain", n=1), num_hard_negatives=0)
     assert (
         plain.known_positives is None
-        and trainer_in(tmp_path / "run", plain.dataset).loss._positives is None
+        and make_trainer(tmp_path / "run", plain.dataset).loss._positives is None
     )
 
 
@@ -102,7 +102,7 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
 )
 def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
     def stream() -> Any:
-        return pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
+        return make_pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
 
     given = {"max_steps": 7, "gradient_accumulation_steps": 2}
     _, seen = assert_resumes_with_texts(stream, tmp_path, 1, 3, 4, 6, **given)
@@ -122,10 +122,10 @@ def test_a_longer_run_on_a_stream_goes_on_at_the_same_row(tmp_path):
     texts = {}
     for name, steps in (("straight", [7]), ("longer", [5, 7])):
         for max_steps in steps:
-            trainer = trainer_in(
-                tmp_path / name, pairs(24).to_iterable_dataset(), max_steps=max_steps, **given
+            trainer = make_trainer(
+                tmp_path / name, make_pairs(24).to_iterable_dataset(), max_steps=max_steps, **given
             )
-            texts[name] = texts_of(trainer)
+            texts[name] = record_texts(trainer)
             trainer.train(resume_from_checkpoint="auto")
     assert texts["longer"] == texts["straight"][-4:]
 
@@ -161,8 +161,8 @@ def test_a_run_on_sampled_rows_of_several_sets_resumes_bit_for_bit_in_its_second
 def test_a_micro_batch_is_of_one_set_with_its_own_prompts(tmp_path):
     prompts = {name: {"query": "cat " if name == "large" else "dog "} for name in SIZES}
     model = tiny_encoder(query_prompt="bird ")
-    trainer = trainer_in(tmp_path / "run", sets(tmp_path), model=model, prompts=prompts)
-    seen = texts_of(trainer)
+    trainer = make_trainer(tmp_path / "run", sets(tmp_path), model=model, prompts=prompts)
+    seen = record_texts(trainer)
     trainer.train()
     first = [[query.split(" ")[0] for query, *_ in batch] for batch in seen]
     assert Counter(word for batch in first for word in batch) == {"cat": 31, "dog": 14}
@@ -170,12 +170,12 @@ def test_a_micro_batch_is_of_one_set_with_its_own_prompts(tmp_path):
 
 
 def test_columns_that_mean_two_things_get_their_roles_by_set(tmp_path):
-    one = pairs(9)
+    one = make_pairs(9)
     parts = DatasetDict(
         {"one": one, "two": Dataset.from_dict({"positive": one["query"], "text": one["positive"]})}
     )
     model = tiny_encoder(tied=False, query_prompt="q: ", passage_prompt="p: ")
-    trainer = trainer_in(tmp_path, parts, model=model, max_steps=2)
+    trainer = make_trainer(tmp_path, parts, model=model, max_steps=2)
     assert trainer.args.prompts == {
         "one": {"query": "q: ", "positive": "p: "},
         "two": {"positive": "q: ", "text": "p: "},

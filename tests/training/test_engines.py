@@ -11,11 +11,11 @@ import torch
 from accelerate.utils import is_deepspeed_available
 from safetensors.torch import load_file
 from test_forked_runs import run_script
-from tiny_runs import log_of
+from tiny_runs import read_log
 
 from contaccum.errors import UserError
-from contaccum.training.arguments import DEEPSPEED
-from contaccum.training.engines import refuse_code
+from contaccum.training.arguments import MIN_DEEPSPEED
+from contaccum.training.engines import refuse_unsafe_files
 
 pytestmark = pytest.mark.long
 needs_deepspeed = pytest.mark.skipif(
@@ -80,15 +80,15 @@ def test_weights_and_bank_are_those_of_ddp_and_every_update_is_counted(runs, eng
 
 @pytest.mark.parametrize("engine", ["fsdp", *ZERO])
 def test_norms_of_both_kinds_of_towers_are_those_of_their_embeddings(runs, engine):
-    logs = {case: log_of(runs / f"{engine}-{case}") for case in ("tied", "untied")}
-    for line, expected in zip(logs["tied"], log_of(runs / "ddp-tied"), strict=True):
+    logs = {case: read_log(runs / f"{engine}-{case}") for case in ("tied", "untied")}
+    for line, expected in zip(logs["tied"], read_log(runs / "ddp-tied"), strict=True):
         assert [line[key] for key in NORMS] == pytest.approx(
             [expected[key] for key in NORMS], rel=1e-5
         )
     # The towers start alike, whether they share their weights or not: so do their embeddings.
     first = [[log[0][key] for key in NORMS] for log in logs.values()]
     assert first[0] == pytest.approx(first[1], rel=1e-5)
-    assert log_of(runs / "ddp-untied")[0][NORMS[0]] != pytest.approx(
+    assert read_log(runs / "ddp-untied")[0][NORMS[0]] != pytest.approx(
         first[1][0], rel=0.1
     )  # where weights tell it
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_goes_on_as_it_would_have_and_skips_what_is_not_finite(run
     assert [name for name, x in straight.items() if not torch.equal(x, resumed[name])] == []
     folder = runs / f"{engine}-resumed"
     assert torch.equal(weights(folder / "checkpoint-2"), weights(folder / "checkpoint-3"))
-    line = log_of(folder)[-1]
+    line = read_log(folder)[-1]
     assert (line["update"], line["skipped"], line["micro_steps"], len(line["rows"])) == (
         3,
         "loss",
@@ -126,13 +126,13 @@ def test_a_checkpoint_that_would_run_code_is_refused_before_deepspeed_reads_it(p
             return os.mkdir, (str(tmp_path / "was run"),)
 
     torch.save({"module": torch.ones(2)}, tmp_path / "mp_rank_00_model_states.pt")
-    refuse_code(tmp_path)
+    refuse_unsafe_files(tmp_path)
     torch.save({"module": Planted()}, tmp_path / "optim_states.pt", pickle_protocol=protocol)
     with pytest.raises(UserError, match=r"optim_states.pt: there is more in it than tensors"):
-        refuse_code(tmp_path)
+        refuse_unsafe_files(tmp_path)
     assert not (tmp_path / "was run").exists()
 
 
 def test_the_extra_asks_for_the_version_that_is_required():
     project = Path(__file__).parents[2] / "pyproject.toml"
-    assert re.findall(r"deepspeed>=([\d.]+)", project.read_text()) == [DEEPSPEED]
+    assert re.findall(r"deepspeed>=([\d.]+)", project.read_text()) == [MIN_DEEPSPEED]

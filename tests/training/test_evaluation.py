@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sample_texts import sentences
-from tiny_runs import differing, log_of, state_of, trainer_in
+from tiny_runs import list_differences, read_log, get_state, make_trainer
 
 from contaccum.data import BeirDataset, RecordReport
 from contaccum.errors import ConfigError
@@ -62,23 +62,23 @@ def test_an_evaluated_run_equals_the_other_bit_for_bit(tmp_path):
         ("plain", {}),
         ("scored", {"evaluator": RetrievalEvaluator(dev_set()), **EVERY}),
     ):
-        trainer = trainer_in(tmp_path / folder, dropout=0.3, **given)
+        trainer = make_trainer(tmp_path / folder, dropout=0.3, **given)
         trainer.train()
         states.append(
-            state_of(trainer) | {"numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))}
+            get_state(trainer) | {"numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))}
         )
-        logs.append([(line["loss"], line["bank_fill"]) for line in log_of(tmp_path / folder)])
-    assert differing(*states) == [] and logs[0] == logs[1] and len(logs[0]) == 3
-    assert [line["update"] for line in log_of(tmp_path / "scored", "eval_log.jsonl")] == [1, 2, 3]
+        logs.append([(line["loss"], line["bank_fill"]) for line in read_log(tmp_path / folder)])
+    assert list_differences(*states) == [] and logs[0] == logs[1] and len(logs[0]) == 3
+    assert [line["update"] for line in read_log(tmp_path / "scored", "eval_log.jsonl")] == [1, 2, 3]
 
 
 def test_a_best_checkpoint_that_another_run_wrote_is_not_loaded(tmp_path, caplog):
     first = tmp_path / "first"
-    trainer_in(first, evaluator=Figures(FALLING), **BEST, max_steps=3).train()
-    trainer_in(tmp_path / "other", learning_rate=1.0, save_strategy="steps", save_steps=1).train()
+    make_trainer(first, evaluator=Figures(FALLING), **BEST, max_steps=3).train()
+    make_trainer(tmp_path / "other", learning_rate=1.0, save_strategy="steps", save_steps=1).train()
     shutil.rmtree(first / "checkpoint-2")  # the best one
     shutil.copytree(tmp_path / "other" / "checkpoint-2", first / "checkpoint-2")
-    resumed = trainer_in(tmp_path / "resumed", evaluator=Figures(FALLING), **BEST, max_steps=4)
+    resumed = make_trainer(tmp_path / "resumed", evaluator=Figures(FALLING), **BEST, max_steps=4)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=str(first / "checkpoint-3"))
     assert f"{first / 'checkpoint-2'}, is left out: it is of another run" in caplog.text
@@ -91,8 +91,8 @@ def test_a_best_checkpoint_that_another_run_wrote_is_not_loaded(tmp_path, caplog
 
 def test_the_last_update_is_evaluated_whatever_the_interval(tmp_path):
     settings = {**EVERY, "eval_steps": 2, "eval_on_start": True}
-    trainer_in(tmp_path, evaluator=Figures({n: n / 10 for n in range(4)}), **settings).train()
-    log = log_of(tmp_path, "eval_log.jsonl")
+    make_trainer(tmp_path, evaluator=Figures({n: n / 10 for n in range(4)}), **settings).train()
+    log = read_log(tmp_path, "eval_log.jsonl")
     assert [(line["update"], line["eval_ndcg@10"]) for line in log] == [
         (0, 0.0),
         (2, 0.2),
@@ -102,7 +102,7 @@ def test_the_last_update_is_evaluated_whatever_the_interval(tmp_path):
 
 
 def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(tmp_path):
-    trainer = trainer_in(
+    trainer = make_trainer(
         tmp_path, evaluator=Figures({1: 0.2, 2: 0.7, 3: 0.1}), save_total_limit=2, **BEST
     )
     trainer.train()
@@ -122,26 +122,26 @@ def test_the_best_checkpoint_outlives_the_limit_and_is_the_model_in_the_end(tmp_
 
 
 def test_patience_is_lost_evaluation_by_evaluation_across_restarts(tmp_path, caplog):
-    straight = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
+    straight = make_trainer(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
     with caplog.at_level(logging.WARNING):
         straight.train()
     assert straight.state.global_step == 4 and straight.state.best_global_step == 2
     assert "stopped early after update 4: no better ndcg@10 than 0.6" in caplog.text
 
-    resumed = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
+    resumed = make_trainer(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
     resumed.train(
         resume_from_checkpoint=str(tmp_path / "checkpoint-3")
     )  # one of two was lost by then
     assert resumed.state.global_step == 4 and resumed.evaluator.asked == [4]
-    assert [line["update"] for line in log_of(tmp_path, "eval_log.jsonl")] == [1, 2, 3, 4]
+    assert [line["update"] for line in read_log(tmp_path, "eval_log.jsonl")] == [1, 2, 3, 4]
     assert resumed.state.best_metric == 0.6
     assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
 
-    again = trainer_in(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
+    again = make_trainer(tmp_path, 72, evaluator=Figures(FALLING), **STOPS)
     again.train(resume_from_checkpoint="last")  # as a job that is started again and again does
     assert again.state.global_step == 4 and again.evaluator.asked == []
     assert (
-        differing(
+        list_differences(
             *(
                 {"w": torch.cat([p.flatten() for p in x.model.parameters()])}
                 for x in (straight, again)
@@ -149,7 +149,7 @@ def test_patience_is_lost_evaluation_by_evaluation_across_restarts(tmp_path, cap
         )
         == []
     )
-    patient = trainer_in(
+    patient = make_trainer(
         tmp_path, 72, evaluator=Figures(FALLING), **{**STOPS, "early_stopping_patience": 9}
     )
     patient.train(resume_from_checkpoint="last")
@@ -165,20 +165,20 @@ def test_an_evaluation_is_not_time_of_training(tmp_path, monkeypatch):
             late[0] += 1000.0
             return super().__call__(*args, **kwargs)
 
-    trainer_in(tmp_path, evaluator=Slow(dict.fromkeys(range(9), 0.5)), **EVERY).train()
-    assert max(line["seconds"] for line in log_of(tmp_path)) < 500
+    make_trainer(tmp_path, evaluator=Slow(dict.fromkeys(range(9), 0.5)), **EVERY).train()
+    assert max(line["seconds"] for line in read_log(tmp_path)) < 500
 
 
 def test_without_a_metric_the_evaluators_own_decides(tmp_path):
     settings = {key: value for key, value in BEST.items() if key != "metric_for_best_model"}
     for given in (settings, {**EVERY, "save_strategy": "best"}):
-        trainer = trainer_in(tmp_path, evaluator=Figures(FALLING), **given)
+        trainer = make_trainer(tmp_path, evaluator=Figures(FALLING), **given)
         assert (
             trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
         )
     with pytest.raises(
         ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator measures ndcg@10, "
     ):
-        trainer_in(
+        make_trainer(
             tmp_path, evaluator=Figures(FALLING), **{**BEST, "metric_for_best_model": "ndcg@7"}
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
-from tiny_runs import SAVES, assert_resumes, log_of, pairs, texts_of, trainer_in
+from tiny_runs import SAVES, assert_resumes, read_log, pairs, record_texts, make_trainer
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
@@ -29,14 +29,14 @@ def without_negatives() -> Dataset:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
-    trainer = trainer_in(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
+    trainer = make_trainer(tmp_path, without_negatives(), dataloader_num_workers=workers, **REFRESH)
     models: dict[int, Any] = {}  # that each update begins with
 
     def keep(inputs: Any) -> None:
         if trainer.state.global_step not in models:
             models[trainer.state.global_step] = copy.deepcopy(trainer.model)
 
-    seen = texts_of(trainer, keep)
+    seen = record_texts(trainer, keep)
     trainer.train()
     assert len(seen) == 6 * 3
     rows = zip(sentences(N, 1), sentences(N, 2, 9), strict=True)
@@ -57,26 +57,26 @@ def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
             pool = found[step // 6 * 2][query]
             assert positive not in negatives and len(set(negatives)) == 2
             assert len(pool) < 2 or set(negatives) <= pool
-    log = log_of(tmp_path)
+    log = read_log(tmp_path)
     assert [line.get("mined_at") for line in log] == [0, None, 2, None, 4, None]
     assert log[0]["mining_seconds"] > 0
 
 
 def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
-    make = partial(trainer_in, data=without_negatives(), dropout=0.1, **REFRESH)
+    make = partial(make_trainer, data=without_negatives(), dropout=0.1, **REFRESH)
     assert_resumes(make, tmp_path, 2, 3)  # right before a refresh, and between two
-    plain = trainer_in(tmp_path / "plain", pairs(N, 2), num_train_epochs=2, **SAVES)
+    plain = make_trainer(tmp_path / "plain", make_pairs(N, 2), num_train_epochs=2, **SAVES)
     plain.train()
     with pytest.raises(UserError, match="refresh_negatives_every: None -> 2"):
-        other = trainer_in(tmp_path / "c", pairs(N, 2), **REFRESH)
+        other = make_trainer(tmp_path / "c", make_pairs(N, 2), **REFRESH)
         other.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
 
 
 def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
-    trainer = trainer_in(tmp_path, pairs(N, 2), **REFRESH)
-    seen = texts_of(trainer)
+    trainer = make_trainer(tmp_path, make_pairs(N, 2), **REFRESH)
+    seen = record_texts(trainer)
     trainer.train()
-    given = {row["query"]: {row["negative_1"], row["negative_2"]} for row in pairs(N, 2)}
+    given = {row["query"]: {row["negative_1"], row["negative_2"]} for row in make_pairs(N, 2)}
     assert all(set(negatives) == given[query] for rows in seen[:6] for query, _, *negatives in rows)
     assert any(
         set(negatives) != given[query] for rows in seen[6:9] for query, _, *negatives in rows
@@ -86,10 +86,10 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (pairs(9), "with the columns query, positive, negative_1 and on"),
-        (DatasetDict({"a": pairs(9, 1)}), "needs one data set, neither a stream nor several"),
+        (make_pairs(9), "with the columns query, positive, negative_1 and on"),
+        (DatasetDict({"a": make_pairs(9, 1)}), "needs one data set, neither a stream nor several"),
         (
-            pairs(9, 1).rename_column("query", "anchor"),
+            make_pairs(9, 1).rename_column("query", "anchor"),
             "with the columns query, positive, negative_1 and on",
         ),
     ],
@@ -97,7 +97,7 @@ def test_negatives_of_the_data_are_used_until_the_first_refresh(tmp_path):
 )
 def test_data_that_nothing_can_be_put_into_is_refused(tmp_path, data, message):
     with pytest.raises(ConfigError, match=message):
-        trainer_in(tmp_path, data, **REFRESH)
+        make_trainer(tmp_path, data, **REFRESH)
 
 
 def test_data_to_mine_in_without_the_queries_is_refused(tmp_path):
@@ -105,4 +105,4 @@ def test_data_to_mine_in_without_the_queries_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"row 0 of the training data, and 8 others, have a query"
     ):
-        trainer_in(tmp_path, pairs(9, 1), mining_data=other, **REFRESH)
+        make_trainer(tmp_path, make_pairs(9, 1), mining_data=other, **REFRESH)

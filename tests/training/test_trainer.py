@@ -17,7 +17,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.losses import MatryoshkaLoss
 from sentence_transformers.sentence_transformer.modules import Router
 from tiny_models import tiny_encoder
-from tiny_runs import RUN, SAVES, assert_resumes, differing, log_of, pairs, state_of, trainer_in
+from tiny_runs import RUN, SAVES, assert_resumes, list_differences, read_log, pairs, get_state, make_trainer
 from torch import Tensor
 
 from contaccum import ContAccumLoss, ContAccumTrainer
@@ -41,12 +41,12 @@ def test_at_most_eleven_methods_of_the_parents_are_overridden():
 )  # inside the first epoch, at its end, inside the second
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, update, tmp_path):
     folder, expected, log = run
-    resumed = trainer_in(tmp_path, **RUN)
+    resumed = make_trainer(tmp_path, **RUN)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{update}"))
-    assert differing(expected, state_of(resumed)) == []
+    assert list_differences(expected, get_state(resumed)) == []
     # The log continues where it stopped, with the same losses.
-    assert [line["loss"] for line in log_of(tmp_path)] == [line["loss"] for line in log[update:]]
-    assert [line["epoch"] for line in log_of(tmp_path)] == [line["epoch"] for line in log[update:]]
+    assert [line["loss"] for line in read_log(tmp_path)] == [line["loss"] for line in log[update:]]
+    assert [line["epoch"] for line in read_log(tmp_path)] == [line["epoch"] for line in log[update:]]
 
 
 def test_a_run_leaves_its_record_its_log_and_a_model(run):
@@ -86,8 +86,8 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
         "learning_rate": 3e-3,
     }
     settings |= {"data": 144, "tied": False, "drift_compensation": "mean"}
-    assert_resumes(partial(trainer_in, **settings), tmp_path, 3)
-    log = log_of(tmp_path / "straight")
+    assert_resumes(partial(make_trainer, **settings), tmp_path, 3)
+    log = read_log(tmp_path / "straight")
     assert ["drift_age" in line for line in log] == [False, False, True, True, True, True]
     assert [line["bank_age"] for line in log] == [0, 1, 2, 2, 2, 2]
     for line in log[2:]:
@@ -104,15 +104,15 @@ def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_hig
 ):
     k = 1 if method == "in_batch" else 3
     given = {
-        "data": pairs(24, negatives=1),
+        "data": make_pairs(24, negatives=1),
         "tied": tied,
         "method": method,
         "gradient_accumulation_steps": k,
     }
-    trainer = trainer_in(tmp_path, **given)
+    trainer = make_trainer(tmp_path, **given)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
-    log = log_of(tmp_path)
+    log = read_log(tmp_path)
     assert [(line["update"], line["pairs"]) for line in log] == [
         (i + 1, 4 * k) for i in range(6 // k)
     ]
@@ -123,15 +123,15 @@ def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_hig
     )
     # By its own scores, or by a guide's.
     given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
-    filtering = trainer_in(tmp_path / "filtering", max_steps=1, **given)
+    filtering = make_trainer(tmp_path / "filtering", max_steps=1, **given)
     filtering.train()
     assert filtering.facts.settings()["size of the guide"] == (None if tied else 16)
-    assert log[0]["masked"] < log_of(tmp_path / "filtering")[0]["masked"] < 1
+    assert log[0]["masked"] < read_log(tmp_path / "filtering")[0]["masked"] < 1
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum", "grad_cache"])
 def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero(method, tmp_path):
-    trainer = trainer_in(
+    trainer = make_trainer(
         tmp_path, method=method, center_gradients="both", similarity="dot", max_steps=2
     )
     of_queries: list[Tensor] = []
@@ -150,11 +150,11 @@ def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero
 
 def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_path, tmp_path):
     given = {**RUN, "guide_margin": 0.01, "guide_margin_strategy": "relative"}
-    straight = assert_resumes(partial(trainer_in, guide=tiny_encoder(), **given), tmp_path, 5)
-    assert any("bank.guide" in key for key in state_of(straight))
+    straight = assert_resumes(partial(make_trainer, guide=tiny_encoder(), **given), tmp_path, 5)
+    assert any("bank.guide" in key for key in get_state(straight))
     for other in (None, SentenceTransformer(tiny_model_path, device="cpu")):
         with pytest.raises(UserError, match="size of the guide: 16 -> "):
-            trainer_in(tmp_path, guide=other, **given).train(
+            make_trainer(tmp_path, guide=other, **given).train(
                 str(tmp_path / "straight" / "checkpoint-5")
             )
 
@@ -169,21 +169,21 @@ def test_a_run_with_several_directions_and_hardness_resumes_bit_for_bit(method, 
         "hardness_strength": 2,
     }
     given |= {"directions": ["query_to_doc", "query_to_query", "doc_to_query"]}
-    assert_resumes(partial(trainer_in, **given), tmp_path, 3)
+    assert_resumes(partial(make_trainer, **given), tmp_path, 3)
 
 
 def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = trainer_in(tmp_path, logging_steps=1, report_to="tensorboard")
+    trainer = make_trainer(tmp_path, logging_steps=1, report_to="tensorboard")
     local: list[float] = []
     trainer.loss.register_forward_hook(
         lambda *_: local.append(trainer.loss.last["local_loss"].item())
     )
     trainer.train()
     expected = [sum(local[i : i + 3]) / 3 for i in range(0, len(local), 3)]
-    log = log_of(tmp_path)
+    log = read_log(tmp_path)
     assert [line["loss"] for line in log] == pytest.approx(expected, rel=1e-5)
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file))
@@ -196,10 +196,10 @@ def test_logged_loss_is_that_of_local_rows_and_trackers_get_every_number(tmp_pat
 
 
 def test_trains_in_bf16_with_a_bank_in_float32(tmp_path):
-    trainer = trainer_in(tmp_path, 24, False, bf16=True)
+    trainer = make_trainer(tmp_path, 24, False, bf16=True)
     trainer.train()
     assert all(
-        math.isfinite(line["loss"]) and line["grad_norm_query"] > 0 for line in log_of(tmp_path)
+        math.isfinite(line["loss"]) and line["grad_norm_query"] > 0 for line in read_log(tmp_path)
     )
     assert next(iter(trainer.bank_losses())).info_nce.bank.passages.dtype == torch.float32
 
@@ -207,7 +207,7 @@ def test_trains_in_bf16_with_a_bank_in_float32(tmp_path):
 def test_prompts_and_lengths_of_the_model_are_used_in_training(tmp_path):
     lengths = {"query_max_length": 6, "passage_max_length": 20}
     model = tiny_encoder(query_prompt="what is ", passage_prompt="the ", **lengths)
-    batch = next(iter(trainer_in(tmp_path, 8, model=model).get_train_dataloader()))
+    batch = next(iter(make_trainer(tmp_path, 8, model=model).get_train_dataloader()))
     assert model.tokenizer.decode(batch["query_input_ids"][0]).startswith("[CLS] what is ")
     assert model.tokenizer.decode(batch["positive_input_ids"][0]).startswith("[CLS] the ")
     assert batch["query_input_ids"].shape[1] == 6 < batch["positive_input_ids"].shape[1] <= 20
@@ -215,34 +215,34 @@ def test_prompts_and_lengths_of_the_model_are_used_in_training(tmp_path):
 
 @pytest.mark.parametrize("rows", [4, "auto"])
 def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, rows):
-    data = pairs(12, negatives=1).add_column("scores", [[2.0, float(i)] for i in range(12)])
+    data = make_pairs(12, negatives=1).add_column("scores", [[2.0, float(i)] for i in range(12)])
     given = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": 1,
         "total_train_batch_size": 12,
     }
-    trainer_in(tmp_path, data, distill="margin_mse", max_steps=1, **given).train()
-    (line,) = log_of(tmp_path)
+    make_trainer(tmp_path, data, distill="margin_mse", max_steps=1, **given).train()
+    (line,) = read_log(tmp_path)
     assert line["pairs"] == 12 and line["distill_loss"] > 1 and line["loss"] < 5
     with pytest.raises(ConfigError, match="distill=kl with no hard negatives in the training data"):
-        trainer_in(tmp_path, pairs(12), distill="kl")
+        make_trainer(tmp_path, make_pairs(12), distill="kl")
 
 
 def test_data_that_cannot_train_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match="has only the column 'query': it needs a query and a positive"
     ):
-        trainer_in(tmp_path, Dataset.from_dict({"query": ["a"]}))
+        make_trainer(tmp_path, Dataset.from_dict({"query": ["a"]}))
     alone = {"method": "grad_accum", "per_device_train_batch_size": 1}
     with pytest.raises(ConfigError, match="per_device_train_batch_size=1 and no hard negatives"):
-        trainer_in(tmp_path, **alone)
-    trainer_in(tmp_path, pairs(12, 1), **alone)
+        make_trainer(tmp_path, **alone)
+    make_trainer(tmp_path, make_pairs(12, 1), **alone)
 
 
 def test_parameters_that_no_embedding_depends_on_are_frozen(tmp_path):
     for tied in (True, False):
         model = tiny_encoder(tied).train()
-        trainer_in(tmp_path, model=model)
+        make_trainer(tmp_path, model=model)
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         assert (
             len(frozen) == (2 if tied else 4)
@@ -287,7 +287,7 @@ def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_
         "run_name": "hush-hush-12345",
         **SAVES,
     }
-    trainer = trainer_in(tmp_path / "run", 12, model=model, **given)
+    trainer = make_trainer(tmp_path / "run", 12, model=model, **given)
     trainer.train()
     assert trainer.push_to_hub() == "https://hub/me/mine" and len(uploads) == 1
     assert {"README.md", "model.safetensors", "modules.json"} <= uploads[0]
@@ -315,15 +315,15 @@ def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_
 
 
 def test_matryoshka_dims_keep_a_bank_for_each_size_and_train_as_the_wrapped_loss_does(tmp_path):
-    straight = assert_resumes(partial(trainer_in, matryoshka_dims=[8, 16]), tmp_path, 2)
+    straight = assert_resumes(partial(make_trainer, matryoshka_dims=[8, 16]), tmp_path, 2)
     assert {int(size) for size in next(iter(straight.bank_losses())).info_nces} == {8, 16}
     model = tiny_encoder()
     loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=20), [16, 8])
-    wrapped = trainer_in(tmp_path / "wrapped", model=model, loss=loss)
+    wrapped = make_trainer(tmp_path / "wrapped", model=model, loss=loss)
     wrapped.train()
-    assert differing(state_of(straight), state_of(wrapped)) == []
+    assert list_differences(get_state(straight), get_state(wrapped)) == []
     with pytest.raises(ConfigError, match="have 16 dimensions"):
-        trainer_in(tmp_path / "more", matryoshka_dims=[32])
+        make_trainer(tmp_path / "more", matryoshka_dims=[32])
 
 
 @pytest.mark.long
@@ -332,11 +332,11 @@ def test_a_compiled_model_trains_as_one_that_is_not(tmp_path, tied):
     runs = []
     for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         folder = tmp_path / str(len(runs))
-        trainer = trainer_in(folder, 36, tied, **compiled)
+        trainer = make_trainer(folder, 36, tied, **compiled)
         trainer.train()
         trainer.save_model(str(folder / "saved"))
         SentenceTransformer(str(folder / "saved"), device="cpu")
-        runs.append(log_of(folder))
+        runs.append(read_log(folder))
     for plain, fast in zip(*runs, strict=True):
         for key in ("loss", "grad_norm_query", "grad_norm_passage", "grad_norm_ratio", "bank_fill"):
             assert fast[key] == pytest.approx(plain[key], rel=1e-4), key
@@ -348,7 +348,7 @@ def test_a_route_that_only_the_training_data_reach_is_trained(tmp_path):
     router = Router({task: [encoder[0], encoder[1]] for task, encoder in encoders.items()})
     model = SentenceTransformer(modules=[router], device="cpu")
     mapping = {"query": "query", "positive": "summary"}
-    trainer = trainer_in(tmp_path, model=model, router_mapping=mapping)
+    trainer = make_trainer(tmp_path, model=model, router_mapping=mapping)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
@@ -361,7 +361,7 @@ def test_a_route_that_only_the_training_data_reach_is_trained(tmp_path):
 @pytest.mark.parametrize("rows", [43, 41])
 def test_the_last_update_of_an_epoch_is_centred_over_its_own_pairs(tmp_path, rows):
     """Updates of 12 pairs, but the last of the epoch: of 7 or of 5, in two micro-batches of which the last is short."""
-    trainer = trainer_in(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
+    trainer = make_trainer(tmp_path, data=rows, center_gradients="both", num_train_epochs=2)
     announced = []
     begin_update = ContAccumLoss.begin_update
     trainer.loss.begin_update = lambda pairs: (
@@ -372,14 +372,14 @@ def test_the_last_update_of_an_epoch_is_centred_over_its_own_pairs(tmp_path, row
     last = rows % 12
     assert announced == [12, 12, 12, last] * 2
     assert trainer.loss.info_nce.centering.num_pairs == last
-    assert [line["pairs"] for line in log_of(tmp_path)] == announced
+    assert [line["pairs"] for line in read_log(tmp_path)] == announced
 
 
 def test_of_several_losses_each_is_announced_the_pairs_of_its_own_data_set(tmp_path):
-    data = DatasetDict(one=pairs(20), two=pairs(16))
+    data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
     model = tiny_encoder()
     losses = {name: ContAccumLoss(model, bank_size=16) for name in data}
-    trainer = trainer_in(tmp_path, data=data, model=model, loss=losses)
+    trainer = make_trainer(tmp_path, data=data, model=model, loss=losses)
     announced: dict[str, list[int]] = {name: [] for name in data}
     trained: dict[str, list[int]] = {name: [] for name in data}
     for name, loss in losses.items():

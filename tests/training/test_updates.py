@@ -13,12 +13,12 @@ from tiny_models import tiny_encoder
 from tiny_runs import (
     SAVES,
     assert_resumes,
-    at_micro_step,
-    differing,
-    log_of,
+    call_at_micro_step,
+    list_differences,
+    read_log,
     pairs,
-    state_of,
-    trainer_in,
+    get_state,
+    make_trainer,
 )
 
 from contaccum.errors import UserError
@@ -57,11 +57,11 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
     place, tmp_path, caplog
 ):
     """Losses without a bank: the gradient is then that of the smaller micro-batches, wherever memory ran out."""
-    settings = {"data": pairs(36, 1), "method": "grad_accum"}
+    settings = {"data": make_pairs(36, 1), "method": "grad_accum"}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
-    expected = trainer_in(tmp_path / "small", **settings, **sizes)
+    expected = make_trainer(tmp_path / "small", **settings, **sizes)
     expected.train()
-    trainer = trainer_in(tmp_path / "out", **settings)
+    trainer = make_trainer(tmp_path / "out", **settings)
     # sentence-transformers encodes positives and hard negatives together.
     runs_out(trainer, place, ALWAYS, fits=4 if place == "passages" else 2)
     with caplog.at_level(logging.WARNING):
@@ -69,7 +69,7 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
     (line,) = [x for x in caplog.messages if "out of memory" in x]
     assert "update 1: out of memory at a micro-batch of 4 (CUDA out of memory" in line
     assert "from here on it is 2" in line and "pairs per update stay" in line
-    one, other = state_of(expected), state_of(trainer)
+    one, other = get_state(expected), get_state(trainer)
     assert (
         max(
             (one[key].float() - other[key].float()).abs().max()
@@ -78,7 +78,7 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
         )
         < 1e-6
     )
-    for ours, theirs in zip(log_of(tmp_path / "out"), log_of(tmp_path / "small"), strict=True):
+    for ours, theirs in zip(read_log(tmp_path / "out"), read_log(tmp_path / "small"), strict=True):
         assert ours["pairs"] == theirs["pairs"] == 12
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm_query"] == pytest.approx(theirs["grad_norm_query"], rel=1e-4)
@@ -86,7 +86,7 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
 
 def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_size(tmp_path):
     def make(folder, **saves):
-        trainer = trainer_in(folder, dropout=0.1, **saves)
+        trainer = make_trainer(folder, dropout=0.1, **saves)
         if (
             saves
         ):  # the straight run; in the second micro-batch of the second update, before its loss
@@ -102,7 +102,7 @@ def test_no_pair_is_missing_from_the_bank_and_a_resumed_run_keeps_the_smaller_si
 def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(tmp_path):
     ended = []
     for name, visits in (("fits", set()), ("runs_out", {1})):
-        trainer = trainer_in(tmp_path / name, method="grad_cache")
+        trainer = make_trainer(tmp_path / name, method="grad_cache")
         runs_out(trainer, "passages", visits, fits=2)
         trainer.train()
         ended.append(weights(trainer))
@@ -111,13 +111,13 @@ def test_grad_cache_encodes_fewer_at_once_and_its_update_stays(tmp_path):
 
 
 def test_what_no_smaller_micro_batch_helps_ends_with_what_else_to_turn(tmp_path):
-    trainer = trainer_in(tmp_path / "a")
+    trainer = make_trainer(tmp_path / "a")
     runs_out(trainer, "queries", ALWAYS, fits=0)
     with pytest.raises(
         UserError, match=r"out of memory at a micro-batch of 1 \(CUDA .*gradient_checkpointing=true"
     ):
         trainer.train()
-    trainer = trainer_in(tmp_path / "b", method="grad_accum")
+    trainer = make_trainer(tmp_path / "b", method="grad_accum")
     runs_out(trainer, "queries", ALWAYS, fits=1)  # where a pair alone would have no negative
     with pytest.raises(UserError, match="out of memory at a micro-batch of 2"):
         trainer.train()
@@ -132,9 +132,9 @@ AUTO = {
 
 @pytest.mark.parametrize("place", ["passages", "backward"])
 def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, tmp_path):
-    given = trainer_in(tmp_path / "given", dropout=0.1)
+    given = make_trainer(tmp_path / "given", dropout=0.1)
     given.train()
-    found = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
+    found = make_trainer(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
     runs_out(found, place, ALWAYS, fits=5)  # of 12, 6, 4, 3, 2 and 1
     found.train()
     assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (
@@ -142,17 +142,17 @@ def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, 
         3,
     )
     assert found.args.total_train_batch_size == 12
-    assert differing(state_of(given), state_of(found)) == []
-    resumed = trainer_in(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
+    assert list_differences(get_state(given), get_state(found)) == []
+    resumed = make_trainer(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
     resumed.train(
         resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-2")
     )  # where 12 would fit now
     assert resumed.args.per_device_train_batch_size == 4
-    assert differing(state_of(given), state_of(resumed)) == []
+    assert list_differences(get_state(given), get_state(resumed)) == []
 
 
 def test_grad_cache_finds_what_it_encodes_at_once(tmp_path):
-    trainer = trainer_in(tmp_path, method="grad_cache", **AUTO)
+    trainer = make_trainer(tmp_path, method="grad_cache", **AUTO)
     runs_out(trainer, "passages", ALWAYS, fits=5)
     trainer.train()
     assert trainer.args.pairs_per_micro_batch == trainer.loss.mini_batch_size == 4
@@ -160,7 +160,7 @@ def test_grad_cache_finds_what_it_encodes_at_once(tmp_path):
 
 
 def test_a_host_is_never_asked_for_more_than_it_has(tmp_path, monkeypatch):
-    trainer = trainer_in(tmp_path, **AUTO)
+    trainer = make_trainer(tmp_path, **AUTO)
     trainer.args.gradient_accumulation_steps = 12
     sizes: list[int] = []
     monkeypatch.setattr(out_of_memory, "try_micro_batch", lambda size, *_: sizes.append(size))
@@ -181,7 +181,7 @@ def weights_before(trainer: Any, *steps: int) -> list[torch.Tensor]:
     """The weights before each of these micro-steps; filled by training."""
     found: list[torch.Tensor] = []
     for step in steps:
-        at_micro_step(trainer, step, lambda _: found.append(weights(trainer)))
+        call_at_micro_step(trainer, step, lambda _: found.append(weights(trainer)))
     return found
 
 
@@ -225,7 +225,7 @@ def spoil_gradient(
 def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
     method, factor, tmp_path, caplog
 ):
-    trainer = trainer_in(tmp_path, method=method)
+    trainer = make_trainer(tmp_path, method=method)
     blamed: list[str] = []
 
     def blame(inputs: Any) -> None:
@@ -236,13 +236,13 @@ def test_a_loss_that_is_not_finite_is_shown_by_its_rows_and_not_applied(
         )
 
     before = weights_before(trainer, 5, 7)
-    at_micro_step(trainer, 5, blame)  # the second of update 2
-    at_micro_step(trainer, 5, spoil_embeddings(trainer, factor))
+    call_at_micro_step(trainer, 5, blame)  # the second of update 2
+    call_at_micro_step(trainer, 5, spoil_embeddings(trainer, factor))
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert torch.equal(before[0], before[1]) and not torch.equal(before[1], weights(trainer))
     assert torch.isfinite(weights(trainer)).all()
-    second = log_of(tmp_path)[1]
+    second = read_log(tmp_path)[1]
     assert second["skipped"] == "loss" and second["loss"] is None and second["micro_steps"] == [1]
     assert (
         sorted(trainer.train_dataset[second["rows"]]["query"]) == sorted(blamed)
@@ -270,16 +270,16 @@ class WeightedLoss(MultipleNegativesRankingLoss):
 def test_parameters_of_a_loss_stay_as_they_were_in_an_update_that_is_not_finite(spoilt, tmp_path):
     model = tiny_encoder()
     loss = WeightedLoss(model)
-    trainer = trainer_in(tmp_path, model=model, loss=loss, method="grad_accum", weight_decay=0.0)
+    trainer = make_trainer(tmp_path, model=model, loss=loss, method="grad_accum", weight_decay=0.0)
     values: list[float] = []
     for step in (4, 7):  # the first of updates 2 and 3
-        at_micro_step(trainer, step, lambda _: values.append(loss.weight.item()))
+        call_at_micro_step(trainer, step, lambda _: values.append(loss.weight.item()))
     if spoilt == "loss":
-        at_micro_step(trainer, 5, spoil_embeddings(trainer, math.nan))
+        call_at_micro_step(trainer, 5, spoil_embeddings(trainer, math.nan))
     else:  # that of the parameter alone: the model's gradients are finite
-        at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan, loss.weight))
+        call_at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan, loss.weight))
     trainer.train()
-    assert log_of(tmp_path)[1]["skipped"] == spoilt
+    assert read_log(tmp_path)[1]["skipped"] == spoilt
     assert values[0] == values[1] and math.isfinite(loss.weight.item())
     assert loss.weight.item() != values[1]  # the next update is applied
 
@@ -297,8 +297,8 @@ def test_gradients_of_a_loss_begin_again_when_memory_runs_out_in_an_update(tmp_p
             "warmup_steps": 0,
             "max_steps": 1,
         }
-        trainer = trainer_in(
-            tmp_path / name, pairs(36, 1), model=model, loss=loss, **settings, **sizes
+        trainer = make_trainer(
+            tmp_path / name, make_pairs(36, 1), model=model, loss=loss, **settings, **sizes
         )
         if name == "halved":
             runs_out(trainer, "backward", {3}, fits=2)  # in the last micro-batch of the update
@@ -308,12 +308,12 @@ def test_gradients_of_a_loss_begin_again_when_memory_runs_out_in_an_update(tmp_p
 
 
 def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp_path):
-    trainer = trainer_in(tmp_path)
+    trainer = make_trainer(tmp_path)
     before = weights_before(trainer, 4, 7)
-    at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan))
+    call_at_micro_step(trainer, 5, spoil_gradient(trainer, math.nan))
     trainer.train()
     assert torch.equal(before[0], before[1])
-    line = log_of(tmp_path)[1]
+    line = read_log(tmp_path)[1]
     assert (
         line["skipped"] == "gradient"
         and line["micro_steps"] == [0, 1, 2]
@@ -324,10 +324,10 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_blames_all_of_it(tmp
 
 
 def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(tmp_path):
-    trainer = trainer_in(tmp_path, max_skipped_updates=1)
+    trainer = make_trainer(tmp_path, max_skipped_updates=1)
     before = weights_before(trainer, 7)
-    at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
-    at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
+    call_at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
+    call_at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
     with pytest.raises(
         UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"
     ):
@@ -355,29 +355,29 @@ class Scaled:
 def test_scaled_run_equals_the_unscaled_one_and_unscales_once_an_update(
     max_grad_norm, tied, tmp_path
 ):
-    plain = trainer_in(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
+    plain = make_trainer(tmp_path / "plain", tied=tied, max_grad_norm=max_grad_norm)
     plain.train()
-    trainer = trainer_in(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
+    trainer = make_trainer(tmp_path / "scaled", tied=tied, max_grad_norm=max_grad_norm)
     scaled = Scaled(trainer, 2.0**10)
     trainer.train()
     assert scaled.unscaled_after == [3, 3, 3]
     assert torch.equal(weights(plain), weights(trainer))  # a power of two rounds nothing
     for key in ("grad_norm_query", "grad_norm_passage", "loss"):
         ours, theirs = (
-            [line[key] for line in log_of(tmp_path / name)] for name in ("plain", "scaled")
+            [line[key] for line in read_log(tmp_path / name)] for name in ("plain", "scaled")
         )
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_overflow_under_a_scaler_skips_the_update_costs_no_budget(tmp_path):
-    trainer = trainer_in(tmp_path, max_skipped_updates=0)
+    trainer = make_trainer(tmp_path, max_skipped_updates=0)
     scaled = Scaled(trainer, 2.0**10)
     before = weights_before(trainer, 4, 7)
-    at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
+    call_at_micro_step(trainer, 5, spoil_gradient(trainer, math.inf))
     trainer.train()
     assert torch.equal(before[0], before[1]) and trainer.nonfinite_updates.num_skipped == 0
     assert (
         scaled.scaler.get_scale() == 2.0**9 and scaled.scaler.state_dict()["_growth_tracker"] == 1
     )
-    line = log_of(tmp_path)[1]
+    line = read_log(tmp_path)[1]
     assert line["skipped"] == "overflow" and line["scale"] == 2.0**10

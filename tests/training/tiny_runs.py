@@ -32,21 +32,21 @@ OF_THE_TRAINER = (
 )
 
 
-def pairs(n: int, negatives: int = 0) -> Dataset:
+def make_pairs(n: int, negatives: int = 0) -> Dataset:
     columns = {"query": sentences(n, 1), "positive": sentences(n, 2, 9)}
     return Dataset.from_dict(
         {**columns, **{f"negative_{i + 1}": sentences(n, 3 + i) for i in range(negatives)}}
     )
 
 
-def arguments_in(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
+def make_arguments(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
     settings = {**SETTINGS, **settings}
     if settings["method"] in BANK_METHODS:
         settings.setdefault("bank_size", 20)
     return ContAccumTrainingArguments(output_dir=str(folder), **settings)
 
 
-def trainer_in(
+def make_trainer(
     folder: Path,
     data: Any = 36,
     tied: bool = True,
@@ -57,15 +57,15 @@ def trainer_in(
     """Micro-batches of 4, 3 an update, 12 pairs to each of 3 updates; dropout off unless asked for."""
     model = tiny_encoder(tied, dropout) if model is None else model
     given = {name: settings.pop(name) for name in OF_THE_TRAINER if name in settings}
-    data = pairs(data) if isinstance(data, int) else data
-    return ContAccumTrainer(model, arguments_in(folder, **settings), data, **given)
+    data = make_pairs(data) if isinstance(data, int) else data
+    return ContAccumTrainer(model, make_arguments(folder, **settings), data, **given)
 
 
-def log_of(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
+def read_log(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
     return read_lines(folder / name)
 
 
-def texts_of(
+def record_texts(
     trainer: Any, before: Callable[[Any], Any] = lambda inputs: None
 ) -> list[list[tuple[str, ...]]]:
     """The rows of every micro-batch that is trained on, as decoded texts, in order; filled by training.
@@ -90,7 +90,7 @@ def texts_of(
     return seen
 
 
-def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
+def get_state(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
     """Everything that decides how training goes on."""
     state = {f"model.{key}": value.clone() for key, value in trainer.model.state_dict().items()}
     for index, group in trainer.optimizer.state_dict()["state"].items():
@@ -103,7 +103,7 @@ def state_of(trainer: ContAccumTrainer) -> dict[str, torch.Tensor]:
     return {**state, "random": torch.get_rng_state()}
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def list_differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Keys whose values are not bit for bit the same."""
     assert one.keys() == other.keys()
     return [key for key in one if not torch.equal(one[key], other[key])]
@@ -115,16 +115,16 @@ def assert_resumes(
     """Runs resumed after each of the updates end bit for bit as the straight one, which is returned."""
     straight = make(folder / "straight", **SAVES)
     straight.train()
-    losses = [line["loss"] for line in log_of(folder / "straight")]
+    losses = [line["loss"] for line in read_log(folder / "straight")]
     for update in updates:
         resumed = make(folder / f"from-{update}")
         resumed.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{update}"))
-        assert differing(state_of(straight), state_of(resumed)) == []
-        assert [line["loss"] for line in log_of(folder / f"from-{update}")] == losses[update:]
+        assert list_differences(get_state(straight), get_state(resumed)) == []
+        assert [line["loss"] for line in read_log(folder / f"from-{update}")] == losses[update:]
     return straight
 
 
-def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
+def call_at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
     """Call ``act`` with the inputs before micro-step ``number`` of the run, from 1."""
     done, step = 0, trainer.micro_step
 
@@ -141,5 +141,5 @@ def at_micro_step(trainer: Any, number: int, act: Callable[[Any], Any]) -> None:
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 """A checkpoint after every update."""
 
-RUN = {"data": pairs(43, negatives=1), "dropout": 0.1, "num_train_epochs": 2}
+RUN = {"data": make_pairs(43, negatives=1), "dropout": 0.1, "num_train_epochs": 2}
 """43 pairs: 11 micro-batches (the last of 3) in updates of 3, 3, 3 and 2; two epochs; dropout on."""
