@@ -72,7 +72,7 @@ class ResumePoint:
         """The id of the run that wrote the checkpoint."""
         return self.marker.get("run_id")
 
-    def position_in_stream(self, batches_per_update: int) -> tuple[int, int]:
+    def get_stream_position(self, batches_per_update: int) -> tuple[int, int]:
         """Return the position in a stream: complete passes, and micro-batches of the next pass."""
         # For a stream, transformers starts a new epoch at each pass, and counts an update as
         # 1 / max_steps of an epoch.

@@ -243,8 +243,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         args = self.args
         if args.has_auto_micro_batch:
-            # transformers has enabled gradient checkpointing by now, and has not read any batch
-            # size yet.
+            # By now gradient checkpointing is enabled, and no batch size has been read yet.
             smallest = self.updates.limit.smallest
             num_pairs = out_of_memory.find_micro_batch(
                 args, self.model, self.loss, self.train_dataset, smallest, self._compute_loss
@@ -271,7 +270,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         position = super()._init_training_state(*args, **kwargs)
         if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
             return position
-        return self._resume_point.position_in_stream(self.args.gradient_accumulation_steps)
+        return self._resume_point.get_stream_position(self.args.gradient_accumulation_steps)
 
     def _start_run(self) -> None:
         """Load the bank of a checkpoint, write ``run.json``, remove replaced checkpoints."""
