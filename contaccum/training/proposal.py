@@ -136,7 +136,7 @@ def propose(
         num_passages=len(passage_ids),
         query_max_length=query_length,
         passage_max_length=passage_length,
-        lengths_measured_by=tokenizer.name,
+        lengths_measured_by=tokenizer.description,
         query_prompt=query_prompt,
         passage_prompt=passage_prompt,
         are_alike=are_alike,
