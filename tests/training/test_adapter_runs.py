@@ -10,7 +10,7 @@ import torch
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from tiny_models import tiny_encoder
-from tiny_runs import RUN, assert_resumes, read_log, make_trainer
+from tiny_runs import RUN_SETTINGS, assert_resumes, make_trainer, read_log
 from transformers import AutoModel, set_seed
 
 from contaccum import DualEncoder
@@ -44,7 +44,12 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
 ):
     def make(folder, **saves):
         return make_trainer(
-            folder, model=model_of(places, tied, dtype), max_steps=5, **RUN, **more, **saves
+            folder,
+            model=model_of(places, tied, dtype),
+            max_steps=5,
+            **RUN_SETTINGS,
+            **more,
+            **saves,
         )
 
     before = model_of(places, tied, dtype).state_dict()
@@ -60,7 +65,7 @@ def test_the_base_stays_and_a_resumed_run_equals_the_whole_one_bit_for_bit(
         other = model_of(places, tied, dtype)
         other[0].model.peft_config["default"].lora_alpha = 8
         with pytest.raises(UserError, match="adapters"):
-            make_trainer(tmp_path / "other", model=other, **RUN).train(
+            make_trainer(tmp_path / "other", model=other, **RUN_SETTINGS).train(
                 str(tmp_path / "straight" / "checkpoint-3")
             )
 

@@ -41,7 +41,7 @@ def test_later_files_and_the_command_line_override(tmp_path):
             "unknown key 'bank_sise' on the command line; did you mean 'bank_size'",
         ),
         ("model: [", [], r"c\.yaml:1: not valid YAML"),
-        ("- a", [], "a config is `key: value` lines"),
+        ("- a", [], "a config consists of `key: value` lines"),
         ("model: m", [], "train_data is not set"),
         ("model: m\ntrain_data: d", [], "output_dir is not set"),
         ("pooling: max", [], "argument --pooling: invalid choice"),

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_lines
 from tiny_models import tiny_encoder
-from tiny_runs import SAVES, assert_resumes, pairs, record_texts, make_trainer
+from tiny_runs import SAVE_EVERY_UPDATE, assert_resumes, make_pairs, make_trainer, record_texts
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import samplings_of
@@ -118,7 +118,7 @@ def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(rows, tmp_path):
 
 
 def test_a_longer_run_on_a_stream_goes_on_at_the_same_row(tmp_path):
-    given = {"gradient_accumulation_steps": 2, **SAVES}
+    given = {"gradient_accumulation_steps": 2, **SAVE_EVERY_UPDATE}
     texts = {}
     for name, steps in (("straight", [7]), ("longer", [5, 7])):
         for max_steps in steps:

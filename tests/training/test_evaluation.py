@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sample_texts import sentences
-from tiny_runs import list_differences, read_log, get_state, make_trainer
+from tiny_runs import get_state, list_differences, make_trainer, read_log
 
 from contaccum.data import BeirDataset, RecordReport
 from contaccum.errors import ConfigError
@@ -81,7 +81,7 @@ def test_a_best_checkpoint_that_another_run_wrote_is_not_loaded(tmp_path, caplog
     resumed = make_trainer(tmp_path / "resumed", evaluator=Figures(FALLING), **BEST, max_steps=4)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=str(first / "checkpoint-3"))
-    assert f"{first / 'checkpoint-2'}, is left out: it is of another run" in caplog.text
+    assert f"{first / 'checkpoint-2'}, cannot be used: it belongs to another run" in caplog.text
     last = load_file(tmp_path / "resumed" / "checkpoint-4" / "model.safetensors")
     assert all(
         torch.equal(value, last[name])
@@ -177,7 +177,7 @@ def test_without_a_metric_the_evaluators_own_decides(tmp_path):
             trainer.args.metric_for_best_model == "eval_ndcg@10" and trainer.args.greater_is_better
         )
     with pytest.raises(
-        ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator measures ndcg@10, "
+        ConfigError, match=r"metric_for_best_model=ndcg@7: the evaluator computes ndcg@10, "
     ):
         make_trainer(
             tmp_path, evaluator=Figures(FALLING), **{**BEST, "metric_for_best_model": "ndcg@7"}

@@ -218,8 +218,8 @@ def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(
         ({"passage_store": "a", "matryoshka_dims": [8]}, "query_side with matryoshka_dims"),
         ({"passage_store": "a", "bank_size": 8}, "query_side with bank_size=8"),
         ({"passage_store": "a", "missing": "ad"}, "did you mean 'add'"),
-        ({"passage_store": "a", "method": "contaccum"}, "it is for query_side"),
-        ({"missing": "add", "method": "grad_accum"}, "it is for query_side"),
+        ({"passage_store": "a", "method": "contaccum"}, "only method=query_side has it"),
+        ({"missing": "add", "method": "grad_accum"}, "only method=query_side has it"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, settings, message):

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from sample_texts import sentences
-from tiny_runs import SAVES, assert_resumes, read_log, pairs, record_texts, make_trainer
+from tiny_runs import (
+    SAVE_EVERY_UPDATE,
+    assert_resumes,
+    make_pairs,
+    make_trainer,
+    read_log,
+    record_texts,
+)
 
 from contaccum.errors import ConfigError, UserError
 from contaccum.mining import load_mining_data, mine_hard_negatives
@@ -65,7 +72,9 @@ def test_every_update_trains_on_what_the_last_refresh_mined(tmp_path, workers):
 def test_a_run_resumes_bit_for_bit_between_two_refreshes(tmp_path):
     make = partial(make_trainer, data=without_negatives(), dropout=0.1, **REFRESH)
     assert_resumes(make, tmp_path, 2, 3)  # right before a refresh, and between two
-    plain = make_trainer(tmp_path / "plain", make_pairs(N, 2), num_train_epochs=2, **SAVES)
+    plain = make_trainer(
+        tmp_path / "plain", make_pairs(N, 2), num_train_epochs=2, **SAVE_EVERY_UPDATE
+    )
     plain.train()
     with pytest.raises(UserError, match="refresh_negatives_every: None -> 2"):
         other = make_trainer(tmp_path / "c", make_pairs(N, 2), **REFRESH)
@@ -103,6 +112,6 @@ def test_data_that_nothing_can_be_put_into_is_refused(tmp_path, data, message):
 def test_data_to_mine_in_without_the_queries_is_refused(tmp_path):
     other = load_mining_data([{"query": "a query", "positive": "a passage"}])
     with pytest.raises(
-        ConfigError, match=r"row 0 of the training data, and 8 others, have a query"
+        ConfigError, match=r"row 0 of the training data, and 8 other rows, have a query"
     ):
         make_trainer(tmp_path, make_pairs(9, 1), mining_data=other, **REFRESH)

@@ -17,7 +17,16 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.losses import MatryoshkaLoss
 from sentence_transformers.sentence_transformer.modules import Router
 from tiny_models import tiny_encoder
-from tiny_runs import RUN, SAVES, assert_resumes, list_differences, read_log, pairs, get_state, make_trainer
+from tiny_runs import (
+    RUN_SETTINGS,
+    SAVE_EVERY_UPDATE,
+    assert_resumes,
+    get_state,
+    list_differences,
+    make_pairs,
+    make_trainer,
+    read_log,
+)
 from torch import Tensor
 
 from contaccum import ContAccumLoss, ContAccumTrainer
@@ -41,12 +50,14 @@ def test_at_most_eleven_methods_of_the_parents_are_overridden():
 )  # inside the first epoch, at its end, inside the second
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, update, tmp_path):
     folder, expected, log = run
-    resumed = make_trainer(tmp_path, **RUN)
+    resumed = make_trainer(tmp_path, **RUN_SETTINGS)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{update}"))
     assert list_differences(expected, get_state(resumed)) == []
     # The log continues where it stopped, with the same losses.
     assert [line["loss"] for line in read_log(tmp_path)] == [line["loss"] for line in log[update:]]
-    assert [line["epoch"] for line in read_log(tmp_path)] == [line["epoch"] for line in log[update:]]
+    assert [line["epoch"] for line in read_log(tmp_path)] == [
+        line["epoch"] for line in log[update:]
+    ]
 
 
 def test_a_run_leaves_its_record_its_log_and_a_model(run):
@@ -125,7 +136,9 @@ def test_every_method_trains_logs_each_update_and_leaves_out_what_scores_too_hig
     given |= {"false_negative_margin": 0.0} if tied else {"guide": tiny_encoder()}
     filtering = make_trainer(tmp_path / "filtering", max_steps=1, **given)
     filtering.train()
-    assert filtering.facts.settings()["size of the guide"] == (None if tied else 16)
+    assert filtering.description.get_resume_settings()["size of the guide"] == (
+        None if tied else 16
+    )
     assert log[0]["masked"] < read_log(tmp_path / "filtering")[0]["masked"] < 1
 
 
@@ -149,7 +162,7 @@ def test_the_loss_knows_the_pairs_of_an_update_so_that_its_gradients_sum_to_zero
 
 
 def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_path, tmp_path):
-    given = {**RUN, "guide_margin": 0.01, "guide_margin_strategy": "relative"}
+    given = {**RUN_SETTINGS, "guide_margin": 0.01, "guide_margin_strategy": "relative"}
     straight = assert_resumes(partial(make_trainer, guide=tiny_encoder(), **given), tmp_path, 5)
     assert any("bank.guide" in key for key in get_state(straight))
     for other in (None, SentenceTransformer(tiny_model_path, device="cpu")):
@@ -162,7 +175,7 @@ def test_a_run_with_a_guide_resumes_bit_for_bit_and_with_no_other(tiny_model_pat
 @pytest.mark.parametrize("method", ["contaccum", "contaccum_cached"])
 def test_a_run_with_several_directions_and_hardness_resumes_bit_for_bit(method, tmp_path):
     given = {
-        **RUN,
+        **RUN_SETTINGS,
         "method": method,
         "max_steps": 6,
         "hardness_mode": "in_batch_negatives",
@@ -257,7 +270,7 @@ def test_collapse_is_warned_of_once_within_three_updates(caplog):
     collapsed = [{"update": i, "loss": 3.46, "columns": 32, "bank_age": 7} for i in range(3, 9)]
     found = [watch.observe(record) for record in learning + collapsed]
     assert [len(lines) for lines in found] == [0] * 5 + [1] + [0] * 3
-    assert "the loss is back at 3.46, a guess among 32 columns" in found[5][0]
+    assert "the loss is back at 3.46, a random guess among 32 columns" in found[5][0]
 
 
 def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_no_credential(
@@ -285,7 +298,7 @@ def test_what_goes_to_the_hub_is_the_model_with_a_card_that_says_what_it_is_and_
         "data_record": record,
         "hub_model_id": "me/mine",
         "run_name": "hush-hush-12345",
-        **SAVES,
+        **SAVE_EVERY_UPDATE,
     }
     trainer = make_trainer(tmp_path / "run", 12, model=model, **given)
     trainer.train()

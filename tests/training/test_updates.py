@@ -11,14 +11,14 @@ import torch
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tiny_models import tiny_encoder
 from tiny_runs import (
-    SAVES,
+    SAVE_EVERY_UPDATE,
     assert_resumes,
     call_at_micro_step,
-    list_differences,
-    read_log,
-    pairs,
     get_state,
+    list_differences,
+    make_pairs,
     make_trainer,
+    read_log,
 )
 
 from contaccum.errors import UserError
@@ -68,7 +68,7 @@ def test_after_memory_ran_out_updates_are_those_of_half_the_micro_batch_and_twic
         trainer.train()
     (line,) = [x for x in caplog.messages if "out of memory" in x]
     assert "update 1: out of memory at a micro-batch of 4 (CUDA out of memory" in line
-    assert "from here on it is 2" in line and "pairs per update stay" in line
+    assert "From now on a micro-batch has 2 rows" in line and "pairs per update stay" in line
     one, other = get_state(expected), get_state(trainer)
     assert (
         max(
@@ -134,7 +134,7 @@ AUTO = {
 def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, tmp_path):
     given = make_trainer(tmp_path / "given", dropout=0.1)
     given.train()
-    found = make_trainer(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
+    found = make_trainer(tmp_path / "found", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
     runs_out(found, place, ALWAYS, fits=5)  # of 12, 6, 4, 3, 2 and 1
     found.train()
     assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (
@@ -143,7 +143,7 @@ def test_largest_micro_batch_that_fits_is_found_without_a_trace_and_kept(place, 
     )
     assert found.args.total_train_batch_size == 12
     assert list_differences(get_state(given), get_state(found)) == []
-    resumed = make_trainer(tmp_path / "found", dropout=0.1, **AUTO, **SAVES)
+    resumed = make_trainer(tmp_path / "found", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
     resumed.train(
         resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-2")
     )  # where 12 would fit now
@@ -329,7 +329,8 @@ def test_skipped_updates_end_at_their_budget_with_the_weights_of_before(tmp_path
     call_at_micro_step(trainer, 2, spoil_embeddings(trainer, math.inf))
     call_at_micro_step(trainer, 8, spoil_embeddings(trainer, math.inf))
     with pytest.raises(
-        UserError, match=r"update 3: the loss is not finite .* max_skipped_updates=1 are skipped"
+        UserError,
+        match=r"update 3: the loss is not finite .* max_skipped_updates=1 updates were skipped",
     ):
         trainer.train()
     assert torch.equal(before[0], weights(trainer))
