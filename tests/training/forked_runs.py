@@ -204,7 +204,7 @@ SETTINGS_OF_CASES = {
 
 
 def make_case(name: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Return model and settings of a case whose micro-batches on all ranks hold 8 pairs together."""
+    """Return model and settings of a case with 8 pairs per micro-step, on all ranks together."""
     settings = {**SETTINGS_OF_CASES, **CASES[name], "per_device_train_batch_size": 8 // num_ranks}
     if settings.get("method", "contaccum") not in BANK_METHODS:
         settings["gather_across_devices"] = num_ranks > 1

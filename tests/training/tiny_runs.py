@@ -37,7 +37,7 @@ TRAINER_OPTIONS = (
     "data_record",
     "guide",
 )
-"""Settings of `make_trainer` that are arguments of the trainer rather than its TrainingArguments."""
+"""Settings of `make_trainer` that are passed to the trainer itself."""
 
 
 def make_pairs(num_pairs: int, negatives: int = 0) -> Dataset:
