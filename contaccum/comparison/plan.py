@@ -15,12 +15,12 @@ from urllib.parse import quote
 from contaccum.errors import ConfigError, check_choice, our_name
 from contaccum.training.arguments import (
     BANK_METHODS,
-    LOSS_SETTINGS,
     BANK_SETTINGS,
+    LOSS_SETTINGS,
     ContAccumTrainingArguments,
     get_name,
 )
-from contaccum.training.config import read_config_options, parse
+from contaccum.training.config import parse, read_config_options
 from contaccum.training.options import METHODS, DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]

@@ -23,9 +23,9 @@ from contaccum.retrieval.encode import metric_of
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training import config
 from contaccum.training.arguments import (
+    BANK_SETTINGS,
     DEFAULT_TEMPERATURE,
     NON_QUERY_SIDE_SETTINGS,
-    BANK_SETTINGS,
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,
 )

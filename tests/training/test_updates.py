@@ -144,7 +144,7 @@ AUTO = {
 
 @pytest.mark.parametrize("stage", ["passages", "backward"])
 def test_auto_finds_the_largest_micro_batch_without_changing_the_training(stage, tmp_path):
-    """Of the sizes 12, 6, 4, 3, 2 and 1, the largest with at most 5 rows is 4."""
+    """The sizes are 12, 6, 4, 3, 2 and 1; the largest of them with at most 5 rows is 4."""
     fixed = make_trainer(tmp_path / "fixed", dropout=0.1)
     fixed.train()
     auto = make_trainer(tmp_path / "auto", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
