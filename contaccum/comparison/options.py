@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from contaccum.errors import ConfigError, translate_option_name
-from contaccum.training.arguments import BANK_METHODS, OF_A_BANK, ContAccumTrainingArguments
-from contaccum.training.config import as_options, parse
+from contaccum.training.arguments import BANK_METHODS, BANK_SETTINGS, ContAccumTrainingArguments
+from contaccum.training.config import parse, read_config_options
 from contaccum.training.options import DataArguments, ModelArguments
 
 Options = Mapping[str, Sequence[str]]
@@ -60,7 +60,7 @@ def all_options(config_files: Sequence[str], command_line: Sequence[str]) -> dic
     """
     file_tokens: list[str] = []
     for path in config_files:
-        file_tokens += as_options(path, _KEYS)
+        file_tokens += read_config_options(path, _KEYS)
     return _parse_tokens(file_tokens) | _parse_tokens(command_line)
 
 
@@ -92,7 +92,7 @@ def refuse_reserved_keys(keys: Iterable[str]) -> None:
 
 def is_used_by(method: str, key: str) -> bool:
     """Return True if a setting has an effect on a method; only bank methods use bank settings."""
-    return method in BANK_METHODS or key not in OF_A_BANK
+    return method in BANK_METHODS or key not in BANK_SETTINGS
 
 
 def to_command_line(options: Options) -> list[str]:

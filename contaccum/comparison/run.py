@@ -31,7 +31,7 @@ from contaccum.evaluation.beir_sets import load_data as load_beir_data
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.files import fingerprint, provenance, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.training.arguments import ContAccumTrainingArguments, name_of
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.config import load_data, parse
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 from contaccum.training.run import load_encoder, load_run_data, make_trainer
@@ -297,7 +297,7 @@ def _fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any
     The seed decides the order of the pairs. The micro-batch size matters as well if a sampler
     composes batches, an incomplete batch is dropped, or there are several data sets.
     """
-    is_composed = name_of(args.batch_sampler) != "batch_sampler"
+    is_composed = get_name(args.batch_sampler) != "batch_sampler"
     has_several_sets = isinstance(training_data.dataset, dict)
     batch_size = None
     if is_composed or args.dataloader_drop_last or has_several_sets:

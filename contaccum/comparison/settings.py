@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 
 from contaccum.comparison.options import ARGUMENT_CLASSES, is_used_by
 from contaccum.comparison.plan import COMMON_OPTIONS, Entry, Plan
-from contaccum.training.arguments import LOSS_SETTINGS, name_of
+from contaccum.training.arguments import LOSS_SETTINGS, get_name
 
 NOT_USED = "-"
 """The value of a setting that an entry's method does not use."""
@@ -84,7 +84,7 @@ def _format_value(value: object) -> str:
         return ", ".join(map(str, value))
     if isinstance(value, bool):
         return str(value).lower()
-    return name_of(value)
+    return get_name(value)
 
 
 def _format_defaults() -> dict[str, str]:

@@ -9,9 +9,9 @@ from contaccum.comparison.options import Options
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.retrieval.encode import get_metric
 from contaccum.training.arguments import (
+    BANK_SETTINGS,
     DEFAULT_TEMPERATURE,
-    NOT_OF_QUERY_SIDE,
-    OF_A_BANK,
+    NON_QUERY_SIDE_SETTINGS,
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,
 )
@@ -112,9 +112,9 @@ def _drop_unused_options(options: Mapping[str, Sequence[str]], method: str) -> d
     """Return the options that a method uses."""
     unused = set(QUERY_SIDE_SETTINGS)
     if method != "contaccum":
-        unused.update(OF_A_BANK)
+        unused.update(BANK_SETTINGS)
     if method == "query_side":
-        unused.update(NOT_OF_QUERY_SIDE)
+        unused.update(NON_QUERY_SIDE_SETTINGS)
         unused.update(("gradient_accumulation_steps", "num_hard_negatives"))
     return {key: list(values) for key, values in options.items() if key not in unused}
 

@@ -13,7 +13,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.retrieval.corpus import CorpusEncoder
 from contaccum.training import config
 from contaccum.training.arguments import (
-    OF_A_BANK,
+    BANK_SETTINGS,
     QUERY_SIDE_SETTINGS,
     ContAccumTrainingArguments,
 )
@@ -143,7 +143,7 @@ def _make_base_options(options: Options, output: Path) -> Options:
     """Return options for loading the base model without an adapter, and the dev data."""
     base_options: dict[str, Sequence[str]] = {"eval_strategy": ["epoch"]}
     for key, values in options.items():
-        if key not in _ADAPTER_SETTINGS and key not in OF_A_BANK:
+        if key not in _ADAPTER_SETTINGS and key not in BANK_SETTINGS:
             base_options[key] = values
     # A method that needs only the training data; nothing is trained with these options.
     base_options["method"] = ["grad_accum"]
