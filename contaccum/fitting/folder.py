@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,12 @@ class FitFolder:
         if not has_record and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path}: holds other files; name another output folder")
         write_json(self.record_file, {"request": request})
+
+    def remove_request(self) -> None:
+        """Remove the request of a call whose data were refused, and the folder if it is empty."""
+        self.record_file.unlink()
+        with suppress(OSError):  # the folder is not empty
+            self.path.rmdir()
 
     def _check_record(self, record: dict[str, Any], request: dict[str, Any]) -> None:
         """Raise `ConfigError` unless the record is of an unfinished fit of the same request."""

@@ -22,6 +22,7 @@ from contaccum.data.beir import BeirDataset
 from contaccum.data.split import CORPUS_FILE, Split, read_split
 from contaccum.distributed import share
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.errors import UserError
 from contaccum.files import AnyPath, provenance, read_json, redact, write_json, write_text
 from contaccum.fitting.baselines import (
     encode_corpus,
@@ -177,11 +178,12 @@ class Fit:
 
     def run(self) -> FitResult:
         """Run all stages; stages that an earlier start has finished are skipped."""
+        self._budget = Budget(self._seconds, self._folder.used_time_file)
+
         # Hold out.
         with self._first_process_first("holding out dev and test"):
             if self._is_first_process:
                 self._hold_out()
-        self._budget = Budget(self._seconds, self._folder.used_time_file)
         split = read_split(self._folder.data)
         num_folds = self._source.count_folds(split)
         self._print_split(split, num_folds)
@@ -224,7 +226,11 @@ class Fit:
             **self._source.make_record(),
         }
         self._folder.open(request)
-        bad_records_line = self._source.hold_out(self._folder.data)
+        try:
+            bad_records_line = self._source.hold_out(self._folder.data)
+        except UserError:
+            self._folder.remove_request()
+            raise
         if bad_records_line is not None:
             self._print_line(bad_records_line)
 
