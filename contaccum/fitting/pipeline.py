@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +43,7 @@ from contaccum.fitting.final import (
 )
 from contaccum.fitting.folder import FitFolder
 from contaccum.fitting.folds import Fold, FoldScores, pool_scores
+from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings, make_start_options
 from contaccum.fitting.source import DataSource
 from contaccum.fitting.verdict import Verdict, collect_warnings, compute_verdict
@@ -62,31 +62,6 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _FINAL_TRAINING_FACTOR = 1.6  # its time relative to the longest trial, with all checkpoints
 _TEST_TIME_FACTOR = 1.3  # reserved time relative to the expected time of the test
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """The result of `fit`.
-
-    Attributes:
-        verdict: the comparison with the base model; `str` returns the line that was printed.
-        folder: the output folder, with the paths of all its files.
-        warnings: warnings about the verdict, one line each.
-    """
-
-    verdict: Verdict
-    folder: FitFolder
-    warnings: list[str]
-
-    @property
-    def report(self) -> Path:
-        """The path of the HTML report."""
-        return self.folder.report
-
-    @cached_property
-    def model(self) -> DualEncoder:
-        """The trained model, which is loaded at the first access."""
-        return DualEncoder.from_pretrained(str(self.folder.model))
 
 
 def fit(

@@ -27,6 +27,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.fitting import folds, pipeline
 from contaccum.fitting.baselines import pool_documents
 from contaccum.fitting.folder import FitFolder
+from contaccum.fitting.result import FitResult
 from contaccum.fitting.settings import check_settings
 from contaccum.fitting.source import DataSource
 
@@ -68,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path) -> pipeline.FitResult:
+def trained(root: Path) -> FitResult:
     """A fit at a good learning rate, on one split: 100 test queries are enough."""
     lines: list[str] = []
     result = contaccum.fit(
@@ -248,7 +249,7 @@ def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> No
 def test_fit_that_was_killed_continues_to_the_same_verdict(
     root, trained, tmp_path, monkeypatch, stage, after
 ):
-    def fit() -> pipeline.FitResult:
+    def fit() -> FitResult:
         return contaccum.fit(
             root / "pairs.jsonl",
             model=str(root / "fresh"),
